@@ -1,0 +1,192 @@
+"""What the feed must know of a handler: where its arrays live and who orders the work.
+
+One small object a handler:
+
+* :class:`HostAccess` for handlers whose arrays are NumPy's: only a dtype.
+* :class:`CudaAccess` for handlers whose arrays lie on a CUDA device: dtype, context,
+  compute stream, how to reach an array's memory and how to make one of its arrays over
+  memory of ours. It owns the stream that minibatches are copied on.
+
+:func:`access_for` chooses by the handler's type, its base classes included; another
+package makes its handler known by ``access_for.register(ItsHandler)``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+
+from . import _cuda
+from .back_buffers import DeviceSlot, HostSlot
+
+
+class HostAccess:
+    """A handler whose arrays are NumPy arrays; no CUDA anywhere."""
+
+    # What the trainer's own thread fetched goes straight into the network.
+    stages_inline = False
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype = np.dtype(dtype)
+        self.running: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def new_slot(self) -> HostSlot:
+        return HostSlot(self)
+
+    def is_own_array(self, array: Any) -> bool:
+        """NumPy arrays may be changed by their owner: they are always gathered."""
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+class CudaAccess:
+    """A handler whose arrays lie on a CUDA device.
+
+    Args:
+        dtype: the handler's element type.
+        context: the context in which the handler's arrays live.
+        compute_stream: the stream on which the handler's work is ordered.
+        array_type: the handler's array class.
+        address: returns the device address of an array of that class.
+        wrap: ``wrap(memory, offset, shape)`` returns an array of that class over
+            device memory of ours, and keeps ``memory`` alive.
+        running: makes a context manager that is open during each pass.
+    """
+
+    stages_inline = True
+
+    def __init__(
+        self,
+        dtype: Any,
+        context: _cuda.Context,
+        compute_stream: _cuda.Stream,
+        array_type: type,
+        address: Callable[[Any], int],
+        wrap: Callable[[_cuda.DeviceMemory, int, tuple[int, ...]], Any],
+        running: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.dtype = np.dtype(dtype)
+        self.context = context
+        self.compute_stream = compute_stream
+        self.copy_stream = _cuda.Stream(context)
+        self.wrap = wrap
+        self._array_type = array_type
+        self._address = address
+        self.running = running
+
+    def new_slot(self) -> DeviceSlot:
+        return DeviceSlot(self)
+
+    def is_own_array(self, array: Any) -> bool:
+        """Say whether ``array`` lies on the device already."""
+        return isinstance(array, self._array_type)
+
+    def copy_to_front(self, front: Any, source: int, nbytes: int) -> None:
+        """Queue a copy of ``nbytes`` at ``source`` into the network's array ``front``.
+
+        An input that shares its buffer with other layers' outputs is a slice of their
+        common feature axis: its rows are copied with a pitch.
+        """
+        address = self._address(front)
+        row, pitch = _rows(front, self.dtype.itemsize)
+        if row == pitch:
+            _cuda.memcpy_dtod_async(address, source, nbytes, self.compute_stream)
+        else:
+            _cuda.memcpy_dtod_2d_async(
+                address, pitch, source, row, row, nbytes // row, self.compute_stream
+            )
+
+    def close(self) -> None:
+        self.copy_stream.close()
+
+
+@functools.singledispatch
+def access_for(handler: Any) -> HostAccess | CudaAccess | None:
+    """Return how to reach ``handler``'s arrays, None for a handler not known here.
+
+    Must be called in the thread that trains: a handler that has no context of its own
+    is taken to use the one that is current there.
+    """
+    return None
+
+
+def _rows(front: Any, itemsize: int) -> tuple[int, int]:
+    """Return (bytes in one contiguous row, bytes from row to row) of ``front``.
+
+    The axes of an array that brainstorm cut out of a buffer merge into rows of one
+    length at one distance; a contiguous array is a single row.
+    """
+    shape, strides = front.shape, front.strides
+    axis = len(shape)
+    length = itemsize
+    while axis and (shape[axis - 1] == 1 or strides[axis - 1] == length):
+        axis -= 1
+        length *= shape[axis]
+    if axis == 0:
+        return length, length
+    pitch = strides[axis - 1]
+    span = pitch
+    for k in range(axis - 1, -1, -1):
+        if shape[k] != 1 and strides[k] != span:
+            raise ValueError(
+                f"an input of the network has shape {shape} and strides {strides}, "
+                "which are not rows at one distance"
+            )
+        span *= shape[k]
+    return length, pitch
+
+
+def host_access(handler: Any) -> HostAccess:
+    return HostAccess(handler.dtype)
+
+
+def pycuda_access(handler: Any) -> CudaAccess:
+    """Reach a PyCudaHandler's arrays, in the context current in this thread."""
+    import pycuda.driver
+    from pycuda.gpuarray import GPUArray
+
+    from .pycuda_pool import pooled_temporaries
+
+    owner = pycuda.driver.Context.get_current()
+    if owner is None:
+        raise RuntimeError(
+            "PyCudaHandler: no CUDA context is current in this thread; train in the "
+            "thread that imported pycuda.autoinit, or push its context first"
+        )
+    context = _cuda.Context.from_handle(_cuda.Context.current().handle, owner)
+
+    def wrap(memory: _cuda.DeviceMemory, offset: int, shape: tuple[int, ...]) -> Any:
+        return GPUArray(
+            shape, handler.dtype, gpudata=int(memory) + offset, base=memory
+        )
+
+    return CudaAccess(
+        handler.dtype,
+        context,
+        # PyCUDA's kernels and cuBLAS's calls run on the legacy NULL stream.
+        _cuda.Stream.legacy(context),
+        GPUArray,
+        lambda array: int(array.ptr),
+        wrap,
+        pooled_temporaries,
+    )
+
+
+def _register_brainstorm_handlers() -> None:
+    from brainstorm.handlers import NumpyHandler
+    from brainstorm.optional import has_pycuda
+
+    access_for.register(NumpyHandler, host_access)
+    if has_pycuda:
+        from brainstorm.handlers import PyCudaHandler
+
+        access_for.register(PyCudaHandler, pycuda_access)
+
+
+_register_brainstorm_handlers()

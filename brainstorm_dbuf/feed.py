@@ -1,0 +1,386 @@
+"""The data path: next, stage, copy, hand over, step, give back.
+
+    your iterator --next()--> stage + copy ------> hand over ----> step
+    (worker thread)           into a back buffer   to the network  (trainer's thread)
+
+:class:`Feed` owns the back buffers for the whole of a training. :class:`Pass` is one
+pass over an iterator (an epoch): a worker thread runs one minibatch ahead of the one in
+the network, so it calls ``next`` for minibatch k + 1 once minibatch k has been handed
+over, while the network trains on k. (With ``depth`` back buffers it runs at most
+``depth - 1`` ahead, with one buffer one.)
+
+A worker costs a hand-off between threads for each minibatch. Where preparing one takes
+less than that, the trainer's thread prepares it itself: a feed starts that way, and
+starts a worker once a few minibatches in a row have shown that it pays; from then on
+each pass starts its worker after its first minibatch. Small minibatches so cost what
+they cost in brainstorm's own loop, and a pass over nothing starts no thread.
+
+Threads. The trainer's thread alone touches the network. The worker owns the iterator
+from its start to its end, holds no lock while it runs the user's code, and passes on
+whatever happens, an error too, in the order of the minibatches.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import inspect
+import os
+import threading
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+from .access import access_for
+from .input_layer import Batch, DoubleBufferedInput
+from .stats import FeedStats, FeedWarning
+
+# A worker is worth its hand-off (20 microseconds, several times that where the trainer's
+# own Python code holds the interpreter) when a minibatch takes longer to prepare. One
+# that takes long by accident, the first of an epoch that shuffles, proves nothing.
+WORTH_A_WORKER_SECONDS = 200e-6
+SLOW_IN_A_ROW = 4
+
+# How long the end of training waits for a `next` that is still running.
+UNBLOCK_AFTER_SECONDS = 1.0
+GIVE_UP_AFTER_SECONDS = 10.0
+# After Ctrl-C the user waits.
+GIVE_UP_AFTER_INTERRUPT_SECONDS = 0.2
+
+
+class Feed:
+    """Back buffers and the passes that fill them. A context manager.
+
+    Args:
+        handler: the handler of the network that is fed.
+        depth: number of back buffers, at least 1.
+        lends: the minibatches are lent as arrays (see :meth:`lend`) instead of handed
+            over, so one more back buffer is needed: the one that is lent.
+        stats: counts to go on with; new ones if None.
+
+    Attributes:
+        works: whether this kind of handler can be double-buffered; where it cannot, a
+            warning has said so and the feed takes brainstorm's own path.
+        stats: what was done.
+
+    Raises:
+        ValueError, TypeError: ``depth`` is not a positive integer.
+    """
+
+    def __init__(
+        self,
+        handler: Any,
+        depth: int = 2,
+        lends: bool = False,
+        stats: FeedStats | None = None,
+    ) -> None:
+        self.ahead = max(1, check_depth(depth) - 1)
+        self.stats = FeedStats() if stats is None else stats
+        self._access = access_for(handler)
+        self.handler = handler
+        self.works = self._access is not None
+        self._slow_in_a_row = 0
+        self._open: set[Pass] = set()
+        self._pid = os.getpid()
+        if self._access is None:
+            self.stats.note_fallback(
+                f"{type(handler).__name__} is not a handler that can be "
+                "double-buffered: minibatches take brainstorm's own path"
+            )
+            return
+        self.input_layer = DoubleBufferedInput(
+            handler, self._access, depth + lends, self.stats
+        )
+
+    def __enter__(self) -> Feed:
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        self.close(_is_interrupt(exc_type))
+
+    def close(self, interrupted: bool = False) -> None:
+        """End all passes, give the back buffers and streams back. Twice is harmless.
+
+        A pass may still be open: an error in the step leaves the generator that runs
+        it suspended for as long as somebody holds the traceback.
+        """
+        access, self._access = self._access, None
+        # A forked child has neither the worker nor the driver: it leaves them alone.
+        if access is None or os.getpid() != self._pid:
+            return
+        for open_pass in list(self._open):
+            open_pass.close(interrupted)
+        self.input_layer.close()
+        access.close()
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Return the context in which the handler's steps run during a pass."""
+        return self._access.running()
+
+    @property
+    def pays(self) -> bool:
+        """Whether a worker thread is worth its hand-offs."""
+        return self._slow_in_a_row >= SLOW_IN_A_ROW
+
+    def note_preparation(self, batch: Batch, seconds: float) -> None:
+        """Learn from the time one minibatch took to prepare."""
+        # Arrays that lie on the device already leave nothing to prefetch.
+        slow = not batch.on_device and seconds > WORTH_A_WORKER_SECONDS
+        self._slow_in_a_row = self._slow_in_a_row + 1 if slow else 0
+
+    def run_network(
+        self, net: Any, iterator: Iterable[Any], all_inputs: bool = True
+    ) -> Iterator[int]:
+        """Feed ``net`` one minibatch after another; yield the number of each.
+
+        The step is what the caller does between two values. Has brainstorm's signature
+        and meaning (``brainstorm.training.utils.run_network``).
+        """
+        if net.handler is not self.handler or not self.works:
+            for number, data in enumerate(iterator):
+                net.provide_external_data(data, all_inputs=all_inputs)
+                yield number
+            return
+        names = frozenset(net.layers["Input"].out_shapes)
+        with Pass(self, iterator, names) as batches:
+            for number, batch in enumerate(batches):  # next, stage, copy
+                self.input_layer.hand_over(batch, net, all_inputs)
+                batches.handed_over()  # the slot is free: next may run for k + 1
+                yield number  # the step
+
+    def lend(self, iterator: Iterable[Any]) -> Iterator[dict[str, Any]]:
+        """Yield each minibatch as a dict of the handler's own arrays."""
+        with Pass(self, iterator) as batches:
+            for batch in batches:
+                lent = self.input_layer.lend(batch)
+                batches.handed_over()
+                yield lent
+                del lent
+                self.input_layer.take_back(batch)
+
+
+class Pass:
+    """One pass over an iterator: an iterator of :class:`Batch`, and a context manager.
+
+    After each minibatch the consumer calls :meth:`handed_over`; leaving the context
+    ends the pass wherever it is.
+    """
+
+    def __init__(
+        self,
+        feed: Feed,
+        iterator: Iterable[Any],
+        names: frozenset[str] | None = None,
+    ) -> None:
+        self._feed = feed
+        self._names = names
+        self._source: Iterator[Any] = iter(iterator)
+        # The slot into which the last minibatch may still be on its way, straight from
+        # the iterator's own arrays; used by the thread that calls `next`.
+        self._in_flight: Any = None
+        self._worker: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._ended = False
+        # Guarded by the condition: minibatches the worker may still fetch, those that
+        # are ready, and whether the pass is over.
+        self._changed = threading.Condition()
+        self._permits = feed.ahead - 1
+        self._ready: deque[Batch | _End] = deque()
+        self._stopped = False
+        self._running = feed.running()
+
+    def __enter__(self) -> Pass:
+        self._running.__enter__()
+        self._feed._open.add(self)
+        return self
+
+    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
+        self.close(_is_interrupt(exc_type))
+
+    # ---------------------------- the trainer's thread ---------------------------- #
+
+    def __iter__(self) -> Pass:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._ended:
+            raise StopIteration
+        if self._worker is None:
+            return self._prepare_here()
+        with self._changed:
+            while not self._ready:
+                self._changed.wait()
+            item = self._ready.popleft()
+        if isinstance(item, Batch):
+            self._feed.stats.batches += 1
+            self._feed.stats.prefetched += 1
+            return item
+        self._ended = True
+        if item.error is None:
+            raise StopIteration
+        try:
+            raise item.error
+        finally:
+            # The error's traceback refers to this frame: no cycle is left behind.
+            del item
+
+    def handed_over(self) -> None:
+        """The last minibatch is with the network: the next one may be fetched."""
+        with self._changed:
+            self._permits += 1
+            self._changed.notify_all()
+        if self._worker is None and self._feed.pays:
+            self._start_worker()
+
+    def _prepare_here(self) -> Batch:
+        try:
+            batch = self._prepare(inline=True)
+        except BaseException:
+            self._ended = True
+            raise
+        self._feed.stats.batches += 1
+        return batch
+
+    def _start_worker(self) -> None:
+        self._feed.stats.workers += 1
+        # The worker sees the trainer's context variables: NumPy's error state is one.
+        self._worker = threading.Thread(
+            target=contextvars.copy_context().run,
+            args=(self._work,),
+            name="brainstorm-dbuf feed",
+            daemon=True,
+        )
+        self._worker.start()
+
+    def close(self, interrupted: bool = False) -> None:
+        """End the pass wherever it is. Twice is harmless."""
+        if self not in self._feed._open or os.getpid() != self._pid:
+            return
+        self._feed._open.discard(self)
+        exhausted, self._ended = self._ended, True
+        try:
+            if self._worker is not None and not self._join(self._worker, interrupted):
+                return
+            self._ready.clear()
+            if not exhausted and inspect.isgenerator(self._source):
+                self._source.close()
+        finally:
+            self._running.__exit__(None, None, None)
+
+    def _join(self, worker: threading.Thread, interrupted: bool) -> bool:
+        """Wait for the worker to end; False if its `next` has not returned in time."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if interrupted:
+            worker.join(GIVE_UP_AFTER_INTERRUPT_SECONDS)
+            return not worker.is_alive()
+        worker.join(UNBLOCK_AFTER_SECONDS)
+        if worker.is_alive():
+            self._unblock()
+            worker.join(GIVE_UP_AFTER_SECONDS - UNBLOCK_AFTER_SECONDS)
+        if worker.is_alive():
+            warnings.warn(
+                "the data iterator is still inside next() "
+                f"{GIVE_UP_AFTER_SECONDS:g} s after training stopped; its thread ends "
+                "when that call returns",
+                FeedWarning,
+                stacklevel=4,
+            )
+        return not worker.is_alive()
+
+    def _unblock(self) -> None:
+        """Close an iterator that has a `close` of its own and may wait for it."""
+        close = getattr(self._source, "close", None)
+        if close is not None and not inspect.isgenerator(self._source):
+            close()
+
+    # --------------------- whichever thread has the iterator ---------------------- #
+
+    def _prepare(self, inline: bool) -> Batch:
+        """Fetch the next minibatch, stage it, queue its copy.
+
+        Raises:
+            StopIteration: there is none. Else whatever the iterator raised.
+        """
+        # The iterator may use its arrays again once `next` is called.
+        if self._in_flight is not None:
+            self._in_flight.wait_copied()
+            self._in_flight = None
+        started = time.perf_counter()
+        data = next(self._source)
+        batch = self._feed.input_layer.stage(data, self._names, inline)
+        elapsed = time.perf_counter() - started
+        if batch.slot is not None:
+            elapsed -= batch.slot.reserve_seconds
+            if batch.slot.direct:
+                self._in_flight = batch.slot
+        self._feed.note_preparation(batch, elapsed)
+        return batch
+
+    # ------------------------------ the worker's thread --------------------------- #
+
+    def _work(self) -> None:
+        end = _End()
+        try:
+            while self._may_fetch():
+                try:
+                    batch = self._prepare(inline=False)
+                except StopIteration:
+                    break
+                stays_as_given = batch.slot is None
+                self._publish(batch)
+                del batch
+                if stays_as_given:
+                    self._wait_handed_over()
+        except BaseException as error:
+            end.error = error
+        self._publish(end)
+
+    def _may_fetch(self) -> bool:
+        """Wait for a permit; False when the pass is over."""
+        with self._changed:
+            while not self._permits and not self._stopped:
+                self._changed.wait()
+            self._permits -= 1
+            return not self._stopped
+
+    def _wait_handed_over(self) -> None:
+        """Wait until every minibatch published so far has been handed over."""
+        with self._changed:
+            while self._permits < self._feed.ahead and not self._stopped:
+                self._changed.wait()
+
+    def _publish(self, item: Batch | _End) -> None:
+        with self._changed:
+            self._ready.append(item)
+            self._changed.notify_all()
+
+
+class _End:
+    """The end of a pass, and the error that ended it."""
+
+    error: BaseException | None = None
+
+
+def _is_interrupt(exc_type: type[BaseException] | None) -> bool:
+    return exc_type is not None and issubclass(exc_type, KeyboardInterrupt)
+
+
+def check_depth(depth: int) -> int:
+    """Return ``depth``.
+
+    Raises:
+        TypeError: it is not an integer.
+        ValueError: it is less than 1.
+    """
+    if isinstance(depth, bool) or not isinstance(depth, int):
+        raise TypeError(f"depth: expected a positive integer, got {depth!r}")
+    if depth < 1:
+        raise ValueError(
+            f"depth: expected at least 1 back buffer, got {depth} "
+            "(double_buffering=False trains without)"
+        )
+    return depth

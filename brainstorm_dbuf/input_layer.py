@@ -1,0 +1,219 @@
+"""The double-buffered Input layer: a ring of back buffers behind the network's inputs.
+
+brainstorm's Input layer has one buffer an input, the front, which its consumers read
+where it lies. This companion of it owns the back buffers, one slot a minibatch, and
+hands a minibatch over by copying its slot to the front: on a device that costs about a
+fortieth of the copy from the host, and no view of brainstorm's buffers has to change.
+
+A minibatch that cannot wait in a slot (its arrays lie on the device already, or memory
+ran short) stays as the iterator gave it, and goes to the network brainstorm's own way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from . import minibatch
+from .access import CudaAccess, HostAccess
+from .back_buffers import DeviceSlot, HostSlot
+from .stats import FeedStats
+
+
+class Batch:
+    """A minibatch on its way to the network."""
+
+    __slots__ = ("time_size", "batch_size", "shapes", "slot", "data", "on_device")
+
+    def __init__(
+        self,
+        time_size: int,
+        batch_size: int,
+        shapes: dict[str, tuple[int, ...]],
+        slot: HostSlot | DeviceSlot | None = None,
+        data: Mapping[str, Any] | None = None,
+        on_device: bool = False,
+    ) -> None:
+        self.time_size = time_size
+        self.batch_size = batch_size
+        self.shapes = shapes
+        # Until the hand-over: either the slot it lies in, which it has claimed, or
+        # the arrays that the iterator yielded.
+        self.slot = slot
+        self.data = data
+        # Whether the iterator yielded arrays of the handler's own, on the device.
+        self.on_device = on_device
+
+
+class DoubleBufferedInput:
+    """The back buffers of one feed.
+
+    Args:
+        handler: the handler of the network that is fed.
+        access: how to reach the handler's arrays.
+        slots: how many back buffers there may be.
+        stats: where bytes and fallbacks are counted.
+    """
+
+    def __init__(
+        self,
+        handler: Any,
+        access: HostAccess | CudaAccess,
+        slots: int,
+        stats: FeedStats,
+    ) -> None:
+        self._handler = handler
+        self._access = access
+        self._stats = stats
+        self._lock = threading.Condition()
+        # Guarded by the lock: the slots nobody has claimed, and how many there are.
+        self._free: deque[HostSlot | DeviceSlot] = deque()
+        self._slots = 0
+        self._allowed = slots
+        # Set when the feed ends, so that a thread that is late keeps nothing alive.
+        self._closed = False
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._free.clear()
+            self._slots = self._allowed = 0
+            self._lock.notify_all()
+
+    # ------------------------------ before the step ------------------------------ #
+
+    def stage(
+        self, data: Mapping[str, Any], names: frozenset[str] | None, inline: bool
+    ) -> Batch:
+        """Put a minibatch into a back buffer and queue its copy to the device.
+
+        Runs on any thread. A minibatch that needs no back buffer, or gets none, stays
+        as it was given: one with arrays on the device, or on the host one that the
+        trainer's own thread fetched (``inline``).
+
+        Args:
+            data: what the iterator yielded.
+            names: the network's inputs; other entries are left alone. None for all.
+            inline: the network takes this minibatch next, in this thread.
+
+        Raises:
+            TypeError, ValueError: ``data`` is no minibatch; the message names the input.
+        """
+        time_size, batch_size = minibatch.time_and_batch_size(data)
+        on_device = False
+        arrays = {}
+        for name, array in data.items():
+            if names is not None and name not in names:
+                continue
+            if self._access.is_own_array(array):
+                on_device = True
+                self._check_device_array(name, array)
+            else:
+                array = minibatch.as_numbers(name, array, self._access.dtype)
+            arrays[name] = array
+        shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+        if on_device or (inline and not self._access.stages_inline):
+            return Batch(
+                time_size, batch_size, shapes, data=arrays, on_device=on_device
+            )
+        while (slot := self._claim()) is not None:
+            try:
+                slot.fill(arrays)
+            except MemoryError as error:
+                self._step_down(error)
+            except BaseException:
+                self.give_back(slot)
+                raise
+            else:
+                self._stats.note_staged(slot)
+                return Batch(time_size, batch_size, shapes, slot)
+        return Batch(time_size, batch_size, shapes, data=arrays)
+
+    def _check_device_array(self, name: str, array: Any) -> None:
+        """brainstorm copies the bytes of a device array without a look at it."""
+        if array.dtype != self._access.dtype or not array.flags.c_contiguous:
+            raise ValueError(
+                f"input {name!r}: expected a C-contiguous device array of "
+                f"{self._access.dtype}, got one of {array.dtype} with shape "
+                f"{tuple(array.shape)} and strides {tuple(array.strides)}"
+            )
+
+    def _claim(self) -> HostSlot | DeviceSlot | None:
+        """Return a free slot, a new one, or None where there is memory for none."""
+        with self._lock:
+            while self._slots and self._slots == self._allowed and not self._free:
+                self._lock.wait()
+            if self._free:
+                return self._free.popleft()
+            if self._closed or not self._allowed:
+                return None
+            self._slots += 1
+        try:
+            return self._access.new_slot()
+        except BaseException:
+            with self._lock:
+                self._slots -= 1
+            raise
+
+    def _step_down(self, error: MemoryError) -> None:
+        """Go on with one back buffer less: the one that was to grow is let go."""
+        with self._lock:
+            self._slots -= 1
+            self._allowed = self._slots
+            left = self._allowed
+        what = (
+            f"double buffering goes on with {left} back buffer{'s' * (left > 1)}"
+            if left
+            else "minibatches now take brainstorm's own path, nothing is prefetched"
+        )
+        self._stats.note_fallback(f"memory for a back buffer ran short ({error}): {what}")
+
+    # -------------------------------- at the step -------------------------------- #
+
+    def hand_over(self, batch: Batch, net: Any, all_inputs: bool = True) -> None:
+        """Make ``batch`` the network's current minibatch. The trainer's thread only.
+
+        Raises:
+            KeyError: an input is missing and ``all_inputs`` is true.
+            ValueError: an input has another shape than the network expects.
+        """
+        structures = net.layers["Input"].out_shapes
+        expected = {
+            name: structure.get_shape(batch.time_size, batch.batch_size)
+            for name, structure in structures.items()
+        }
+        minibatch.check_shapes(expected, batch.shapes, all_inputs)
+        net.buffer = net._buffer_manager.resize(batch.time_size, batch.batch_size)
+        slot, data, batch.slot, batch.data = batch.slot, batch.data, None, None
+        if slot is not None and net.handler is not self._handler:
+            # A hook has given the network another handler during the pass.
+            data = slot.read_back()
+            self.give_back(slot)
+            slot = None
+        if slot is None:
+            net.provide_external_data(data, all_inputs=all_inputs)
+            return
+        fronts = net.buffer.Input.outputs
+        slot.hand_over({name: fronts[name] for name in expected if name in batch.shapes})
+        self.give_back(slot)
+
+    def lend(self, batch: Batch) -> dict[str, Any]:
+        """Return the minibatch as a dict of the handler's own arrays."""
+        return dict(batch.data) if batch.slot is None else batch.slot.lend()
+
+    def take_back(self, batch: Batch) -> None:
+        """End :meth:`lend` and give the slot back."""
+        if batch.slot is not None:
+            batch.slot.take_back()
+            self.give_back(batch.slot)
+
+    # ------------------------------- after the step ------------------------------ #
+
+    def give_back(self, slot: HostSlot | DeviceSlot) -> None:
+        """Return a slot to the ring."""
+        with self._lock:
+            if not self._closed:
+                self._free.append(slot)
+            self._lock.notify()

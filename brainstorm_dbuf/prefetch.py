@@ -1,0 +1,92 @@
+"""Prefetch: a data iterator that prepares another one's minibatches ahead of their use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from brainstorm.data_iterators import DataIterator
+
+from .feed import Feed, check_depth
+from .stats import FeedStats
+
+
+class Prefetch(DataIterator):
+    """Run another data iterator one minibatch ahead, in a thread of its own.
+
+    Works wherever brainstorm takes a data iterator: ``Trainer.train``, the hooks,
+    ``tools.evaluate`` and ``tools.extract``. Its minibatches are arrays of the
+    handler's own type and dtype; on a CUDA device they have been copied there by an
+    asynchronous copy that ran during the step before. Values and order are those of
+    ``iterator``.
+
+    The back buffers are kept from one pass to the next; :meth:`close`, or the end of
+    a ``with`` block, gives them back, as does dropping the object.
+
+    Args:
+        iterator: the data iterator to run ahead.
+        depth: number of back buffers; ``depth - 1`` minibatches are prepared ahead
+            (with 1, one).
+
+    Attributes:
+        iter: ``iterator``.
+        data_shapes, length: those of ``iterator``.
+        stats: a :class:`FeedStats`, what was done.
+
+    Raises:
+        ValueError, TypeError: ``depth`` is not a positive integer.
+    """
+
+    __undescribed__ = {"stats", "_idle"}
+
+    def __init__(self, iterator: DataIterator, depth: int = 2) -> None:
+        # The base class would draw a seed from brainstorm's global random state, and
+        # every later draw of the program would differ. This class draws nothing.
+        self.iter = iterator
+        self.depth = check_depth(depth)
+        self.data_shapes = iterator.data_shapes
+        self.length = iterator.length
+        self.__init_from_description__({})
+
+    def __init_from_description__(self, description: dict[str, Any]) -> None:
+        self.stats = FeedStats()
+        self._idle: Feed | None = None
+
+    def __call__(self, handler: Any = None) -> Iterator[dict[str, Any]]:
+        feed = self._take(handler)
+        try:
+            if feed.works:
+                yield from feed.lend(self.iter(handler))
+            else:
+                yield from self.iter(handler)
+        except BaseException as error:
+            feed.close(isinstance(error, KeyboardInterrupt))
+            raise
+        self._keep(feed)
+
+    def __enter__(self) -> Prefetch:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the back buffers back; the next pass makes new ones."""
+        feed, self._idle = self._idle, None
+        if feed is not None:
+            feed.close()
+
+    def _take(self, handler: Any) -> Feed:
+        """Return a feed that no other pass is using."""
+        feed, self._idle = self._idle, None
+        if feed is not None and feed.handler is handler:
+            return feed
+        if feed is not None:
+            feed.close()
+        return Feed(handler, self.depth, lends=True, stats=self.stats)
+
+    def _keep(self, feed: Feed) -> None:
+        if self._idle is None:
+            self._idle = feed
+        else:
+            feed.close()

@@ -1,0 +1,48 @@
+"""What a feed did: counts, bytes and the fallbacks it took."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class FeedWarning(UserWarning):
+    """Double buffering is not doing what was asked for; the message says why."""
+
+
+@dataclass
+class FeedStats:
+    """Counts of one feed, from its start on.
+
+    Attributes:
+        batches: minibatches handed to the network.
+        prefetched: those of them that a worker thread prepared during a step.
+        direct: those of them that were copied straight from page-locked arrays.
+        workers: threads started.
+        page_locked_bytes: the most page-locked memory held by one back buffer.
+        back_buffer_bytes: the most memory held by one back buffer (on the device, where
+            the handler computes there).
+        fallbacks: what was done instead of double buffering, and why.
+    """
+
+    batches: int = 0
+    prefetched: int = 0
+    direct: int = 0
+    workers: int = 0
+    page_locked_bytes: int = 0
+    back_buffer_bytes: int = 0
+    fallbacks: list[str] = field(default_factory=list)
+
+    def note_staged(self, slot: Any) -> None:
+        self.direct += slot.direct
+        self.back_buffer_bytes = max(self.back_buffer_bytes, slot.nbytes)
+        self.page_locked_bytes = max(
+            self.page_locked_bytes, getattr(slot, "page_locked_nbytes", 0)
+        )
+
+    def note_fallback(self, reason: str) -> None:
+        """Remember and warn, once a reason."""
+        if reason not in self.fallbacks:
+            self.fallbacks.append(reason)
+            warnings.warn(reason, FeedWarning, stacklevel=3)

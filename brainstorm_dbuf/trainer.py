@@ -1,0 +1,124 @@
+"""The double-buffering trainer and the feeder of brainstorm's training loop."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import brainstorm
+from brainstorm.data_iterators import DataIterator
+
+from .feed import Feed, check_depth
+from .prefetch import Prefetch
+from .randomness import shared_random_draws
+from .stats import FeedStats
+
+
+class DoubleBufferedTrainer(brainstorm.Trainer):
+    """A ``brainstorm.Trainer`` that prepares the next minibatch during each step.
+
+    Losses, logs and weights are bit-equal to brainstorm's own wherever brainstorm's
+    own run repeats itself. With ``double_buffering=False`` it is brainstorm's trainer.
+
+    Args:
+        stepper: a ``brainstorm.training`` stepper.
+        verbose: as in brainstorm.
+        double_buffering: whether to prepare minibatches ahead.
+        depth: number of back buffers; ``depth - 1`` minibatches are prepared ahead
+            (with 1, one).
+
+    Attributes:
+        feed_stats: a :class:`FeedStats`, what the last :meth:`train` did.
+
+    Raises:
+        ValueError, TypeError: ``depth`` is not a positive integer.
+    """
+
+    __undescribed__ = {"feed_stats": None}
+    __default_values__ = {"double_buffering": True, "depth": 2}
+
+    def __init__(
+        self,
+        stepper: Any,
+        verbose: bool = True,
+        double_buffering: bool = True,
+        depth: int = 2,
+    ) -> None:
+        super().__init__(stepper, verbose)
+        self.double_buffering = double_buffering
+        self.depth = check_depth(depth)
+        self.feed_stats: FeedStats | None = None
+
+    def train(
+        self, net: Any, training_data_iter: DataIterator, **named_data_iters: Any
+    ) -> None:
+        """Train ``net`` as ``brainstorm.Trainer.train`` does, with a feed beside it.
+
+        Raises:
+            AssertionError: an epoch had no minibatch. Else whatever the iterator, a
+                hook or the step raised, after all earlier minibatches were trained.
+        """
+        depth = self.depth
+        if isinstance(training_data_iter, Prefetch):
+            depth = training_data_iter.depth
+            training_data_iter = training_data_iter.iter
+        if not self.double_buffering:
+            super().train(net, training_data_iter, **named_data_iters)
+            return
+        self.feed_stats = FeedStats()
+        iterators = {**named_data_iters, "training_data_iter": training_data_iter}
+        reason = shared_random_draws(
+            training_data_iter, self.hooks.values(), iterators
+        )
+        if reason is not None:
+            self.feed_stats.note_fallback(reason)
+            super().train(net, training_data_iter, **named_data_iters)
+            return
+        with Feed(net.handler, depth, stats=self.feed_stats) as feed:
+            train = _with_feeder(brainstorm.Trainer.train, feed.run_network)
+            train(self, net, training_data_iter, **named_data_iters)
+
+
+def run_network(
+    net: Any, iterator: Iterable[dict[str, Any]], all_inputs: bool = True
+) -> Iterator[int]:
+    """Feed ``net`` the minibatches of ``iterator``, preparing the next during each step.
+
+    The drop-in for ``brainstorm.training.utils.run_network``: yields the number of each
+    minibatch once ``net`` holds it.
+
+    Args:
+        net: a brainstorm network.
+        iterator: minibatches, dicts of arrays of shape (T, B, ...).
+        all_inputs: whether every input of the network must be in each of them.
+    """
+    with Feed(net.handler) as feed:
+        yield from feed.run_network(net, iterator, all_inputs)
+
+
+def _with_feeder(
+    train: types.FunctionType, feeder: Callable[..., Iterator[int]]
+) -> types.FunctionType:
+    """Return brainstorm's own training loop with another ``run_network`` in it.
+
+    Its module knows the feeder by a global name. A function over the same code and
+    its own copy of these names leaves the module, and every other trainer, as is.
+    """
+
+    def checked(net: Any, iterator: Iterable[Any], all_inputs: bool = True) -> Any:
+        number = None
+        for number in feeder(net, iterator, all_inputs):
+            yield number
+        if number is None:
+            raise AssertionError(
+                "the data iterator yielded no minibatch: there is nothing to train on"
+            )
+
+    return types.FunctionType(
+        train.__code__,
+        {**train.__globals__, "run_network": checked},
+        train.__name__,
+        train.__defaults__,
+        train.__closure__,
+    )

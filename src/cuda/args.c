@@ -1,0 +1,88 @@
+/* Arguments of METH_FASTCALL functions: the cases that the inline fast path leaves. */
+#include "binding.h"
+
+int
+unpack_slowly(const Signature *signature, PyObject *const *args, Py_ssize_t nargs,
+              PyObject *kwnames, PyObject **out)
+{
+    if (nargs > signature->positional) {
+        PyErr_Format(PyExc_TypeError, "%s() takes at most %d positional arguments (%zd given)",
+                     signature->function, signature->positional, nargs);
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < nargs; i++) {
+        out[i] = args[i];
+    }
+    Py_ssize_t nkw = kwnames == NULL ? 0 : PyTuple_GET_SIZE(kwnames);
+    for (Py_ssize_t k = 0; k < nkw; k++) {
+        PyObject *name = PyTuple_GET_ITEM(kwnames, k);
+        int i = 0;
+        while (signature->names[i] != NULL &&
+               PyUnicode_CompareWithASCIIString(name, signature->names[i]) != 0) {
+            i++;
+        }
+        if (signature->names[i] == NULL) {
+            PyErr_Format(PyExc_TypeError, "%s() got an unexpected keyword argument '%U'",
+                         signature->function, name);
+            return -1;
+        }
+        if (out[i] != NULL) {
+            PyErr_Format(PyExc_TypeError, "%s() got multiple values for argument '%s'",
+                         signature->function, signature->names[i]);
+            return -1;
+        }
+        out[i] = args[nargs + k];
+    }
+    for (int i = 0; i < signature->required; i++) {
+        if (out[i] == NULL) {
+            PyErr_Format(PyExc_TypeError, "%s() missing required argument '%s'",
+                         signature->function, signature->names[i]);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
+size_argument(const char *what, PyObject *object, size_t *size)
+{
+    PyObject *index = PyNumber_Index(object);
+    if (index == NULL) {
+        return -1;
+    }
+    Py_ssize_t value = PyLong_AsSsize_t(index);
+    if (value < 0) {
+        if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_OverflowError)) {
+            Py_DECREF(index);
+            return -1;
+        }
+        PyErr_Clear();
+        PyErr_Format(PyExc_ValueError, "%s must be from 0 to %zd, not %R", what,
+                     PY_SSIZE_T_MAX, index);
+        Py_DECREF(index);
+        return -1;
+    }
+    Py_DECREF(index);
+    *size = (size_t)value;
+    return 0;
+}
+
+int
+address_argument(const char *what, PyObject *object, unsigned long long *address)
+{
+    PyObject *index = PyNumber_Index(object);
+    if (index == NULL) {
+        return -1;
+    }
+    *address = PyLong_AsUnsignedLongLong(index);
+    if (*address == (unsigned long long)-1 && PyErr_Occurred()) {
+        if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+            PyErr_Clear();
+            PyErr_Format(PyExc_ValueError, "%s %R is not an address", what, index);
+        }
+        Py_DECREF(index);
+        return -1;
+    }
+    Py_DECREF(index);
+    return 0;
+}

@@ -1,0 +1,615 @@
+/* What the files of brainstorm_dbuf._cuda share.
+ *
+ * The extension opens libcuda.so.1 by name at the first call that needs it (driver.c)
+ * and wraps it in a few types. Three rules hold in every file:
+ *
+ * - Context. Every object holds its Context and runs each of its driver calls in it:
+ *   IN_CONTEXT pushes it only if the thread has another one current, and puts the
+ *   caller's back. So an object may be used and dropped on any thread.
+ * - GIL. Released around whatever may wait or move bytes; in such a region there is no
+ *   Python call. Calls of some 150 ns that never wait (record, wait_event, query) keep
+ *   it. The module's own lists and ledgers are protected by the GIL; the module does
+ *   not declare itself free of it.
+ * - In flight. An asynchronous copy holds both its ends in a ledger until an event
+ *   recorded after it has passed (ledger.c).
+ */
+#ifndef BRAINSTORM_DBUF_BINDING_H
+#define BRAINSTORM_DBUF_BINDING_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#define PY_ARRAY_UNIQUE_SYMBOL brainstorm_dbuf_cuda_array_api
+#ifndef BINDING_IMPORTS_ARRAY_API /* module.c alone */
+#define NO_IMPORT_ARRAY
+#endif
+#ifndef NPY_NO_DEPRECATED_API
+#define NPY_NO_DEPRECATED_API NPY_1_24_API_VERSION
+#endif
+#include <numpy/arrayobject.h>
+
+#include <cuda.h>
+#include <cudaTypedefs.h>
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+/* ---- Driver table (driver.c) ------------------------------------------------------ */
+
+/* Every entry used: name without "cu", and the version of its signature. Short names
+ * because cuda.h turns cuMemAlloc into cuMemAlloc_v2 by macro: "MemAlloc" is no macro,
+ * so the stringified name is always the base name that cuGetProcAddress expects. */
+#define DRIVER_CALLS(X) \
+    X(Init, 2000) \
+    X(DriverGetVersion, 2020) \
+    X(GetErrorName, 6000) \
+    X(GetErrorString, 6000) \
+    X(DeviceGetCount, 2000) \
+    X(DeviceGet, 2000) \
+    X(DeviceGetName, 2000) \
+    X(DeviceTotalMem, 3020) \
+    X(DeviceGetAttribute, 2000) \
+    X(DeviceGetPCIBusId, 4010) \
+    X(DevicePrimaryCtxRetain, 7000) \
+    X(DevicePrimaryCtxRelease, 11000) \
+    X(CtxGetCurrent, 4000) \
+    X(CtxSetCurrent, 4000) \
+    X(CtxPushCurrent, 4000) \
+    X(CtxPopCurrent, 4000) \
+    X(CtxGetDevice, 2000) \
+    X(CtxSynchronize, 2000) \
+    X(StreamCreateWithPriority, 5050) \
+    X(StreamDestroy, 4000) \
+    X(StreamQuery, 2000) \
+    X(StreamSynchronize, 2000) \
+    X(StreamWaitEvent, 3020) \
+    X(StreamGetPriority, 5050) \
+    X(StreamGetCtx, 9020) \
+    X(EventCreate, 2000) \
+    X(EventDestroy, 4000) \
+    X(EventRecord, 2000) \
+    X(EventQuery, 2000) \
+    X(EventSynchronize, 2000) \
+    X(EventElapsedTime, 2000) \
+    X(MemAlloc, 3020) \
+    X(MemFree, 3020) \
+    X(MemGetAddressRange, 3020) \
+    X(MemGetInfo, 3020) \
+    X(MemHostAlloc, 2020) \
+    X(MemFreeHost, 2000) \
+    X(MemHostRegister, 6050) \
+    X(MemHostUnregister, 4000) \
+    X(PointerGetAttribute, 4000) \
+    X(MemcpyHtoD, 3020) \
+    X(MemcpyHtoDAsync, 3020) \
+    X(MemcpyDtoH, 3020) \
+    X(MemcpyDtoHAsync, 3020) \
+    X(MemcpyDtoD, 3020) \
+    X(MemcpyDtoDAsync, 3020) \
+    X(Memcpy2DAsync, 3020) \
+    X(MemsetD8, 3020) \
+    X(MemsetD16, 3020) \
+    X(MemsetD32, 3020) \
+    X(MemsetD8Async, 3020) \
+    X(MemsetD16Async, 3020) \
+    X(MemsetD32Async, 3020)
+
+typedef struct {
+#define X(name, version) PFN_cu##name##_v##version name;
+    DRIVER_CALLS(X)
+#undef X
+} Driver;
+
+/* Filled once, by driver_open; valid while driver_usable says so. */
+extern Driver driver;
+
+/* 1 from the end of cuInit until, in a forked child, for ever 0. */
+extern _Atomic(int) driver_is_usable;
+
+static inline int
+driver_usable(void)
+{
+    return atomic_load_explicit(&driver_is_usable, memory_order_acquire);
+}
+
+/* ---- Module state ------------------------------------------------------------------ */
+
+typedef struct ContextObject ContextObject;
+
+typedef struct {
+    /* All owned, until the module is cleared. */
+    PyTypeObject *Device_type;
+    PyTypeObject *Context_type;
+    PyTypeObject *Stream_type;
+    PyTypeObject *Event_type;
+    PyTypeObject *DeviceMemory_type;
+    PyTypeObject *PageLockedMemory_type;
+    PyTypeObject *RegisteredMemory_type;
+    PyObject *CudaError;
+    PyObject *CudaMemoryError;
+    PyObject *DriverError;
+    PyObject *ForkError;
+    PyObject *str_cuda_array_interface;
+    PyObject *str_cuda_stream;
+    /* Borrowed: the live Context objects, so that one handle is found again with what
+     * keeps it alive. A Context takes itself off the list when it dies. */
+    ContextObject *contexts;
+} ModuleState;
+
+static inline ModuleState *
+module_state(PyObject *module)
+{
+    return (ModuleState *)PyModule_GetState(module);
+}
+
+/* State of the module that made self's type; none of the types can be subclassed. */
+static inline ModuleState *
+state_of(void *self)
+{
+    return (ModuleState *)PyType_GetModuleState(Py_TYPE((PyObject *)self));
+}
+
+/* Return 0, with the driver open; or -1 with DriverError or ForkError set. */
+int driver_open(ModuleState *state);
+
+static inline int
+driver_ready(ModuleState *state)
+{
+    return driver_usable() ? 0 : driver_open(state);
+}
+
+/* The driver's version (13000 for 13.0), or 0 where it is not open. Never opens it. */
+int driver_version_if_open(void);
+
+/* The name that is, or was, given to dlopen. Borrowed. */
+const char *driver_library_name(void);
+
+/* ---- Counts of live objects --------------------------------------------------------- */
+
+#ifdef Py_GIL_DISABLED
+typedef _Atomic(Py_ssize_t) Counter;
+#else
+typedef Py_ssize_t Counter; /* the GIL protects it */
+#endif
+
+typedef struct {
+    Counter contexts;
+    Counter streams;            /* made by us and not yet destroyed; no foreign ones */
+    Counter events;             /* the same */
+    Counter fences;             /* events that belong to ledgers */
+    Counter device_memory;
+    Counter device_bytes;
+    Counter page_locked_blocks;
+    Counter page_locked_bytes;
+    Counter registered;
+    Counter in_flight;          /* copies whose ends a ledger holds */
+} LiveCounts;
+
+extern LiveCounts live;
+
+/* ---- Guard: closing an object while other threads are inside it --------------------- */
+
+/* Bit 0: closed. The rest: how many calls are inside, times 2. New work is refused once
+ * the bit is set; whoever finds the word at "closed, nobody inside" destroys. */
+typedef struct {
+#ifdef Py_GIL_DISABLED
+    _Atomic(int) word;
+#else
+    int word; /* the GIL protects it */
+#endif
+} Guard;
+
+static inline int
+guard_is_closed(Guard *guard)
+{
+    return guard->word & 1;
+}
+
+/* Return 1 and count one user in, or 0 if the object is closed. */
+static inline int
+guard_enter(Guard *guard)
+{
+#ifdef Py_GIL_DISABLED
+    int word = atomic_load(&guard->word);
+    do {
+        if (word & 1) {
+            return 0;
+        }
+    } while (!atomic_compare_exchange_weak(&guard->word, &word, word + 2));
+    return 1;
+#else
+    if (guard->word & 1) {
+        return 0;
+    }
+    guard->word += 2;
+    return 1;
+#endif
+}
+
+/* Count one user out. Return 1 if the caller is to destroy the object. */
+static inline int
+guard_leave(Guard *guard)
+{
+#ifdef Py_GIL_DISABLED
+    return atomic_fetch_sub(&guard->word, 2) == 3;
+#else
+    guard->word -= 2;
+    return guard->word == 1;
+#endif
+}
+
+/* Refuse new users from now on. Return 1 if the caller is to destroy the object. */
+static inline int
+guard_close(Guard *guard)
+{
+#ifdef Py_GIL_DISABLED
+    return atomic_fetch_or(&guard->word, 1) == 0;
+#else
+    int before = guard->word;
+    guard->word |= 1;
+    return before == 0;
+#endif
+}
+
+/* ---- Errors (error.c) ---------------------------------------------------------------- */
+
+/* Set the Python exception for a failed driver call and return NULL. `format` says what
+ * was asked for (as PyUnicode_FromFormat), or is NULL: then the driver's own words. */
+PyObject *raise_cuda(ModuleState *state, const char *call, CUresult status,
+                     const char *format, ...);
+
+/* Set a CudaError that no driver call made: class, call, name, detail. Return NULL. */
+PyObject *raise_plain(PyObject *cls, const char *call, const char *name,
+                      const char *format, ...);
+
+/* Set ValueError "<what> is closed" and return NULL. */
+PyObject *raise_closed(const char *what);
+
+/* True for the errors that mean: the context is gone, and the resource went with it. */
+int context_is_gone(CUresult status);
+
+/* In a dealloc: report a failed call as unraisable, unless the context is gone. */
+void report_unraisable(void *self, const char *call, CUresult status);
+
+/* Keep the exception that is being handled across a dealloc that may set its own. */
+typedef struct {
+#if PY_VERSION_HEX >= 0x030C0000
+    PyObject *raised; /* owned */
+#else
+    PyObject *type, *value, *traceback; /* owned */
+#endif
+} SavedError;
+
+void save_error(SavedError *saved);
+void restore_error(SavedError *saved);
+
+/* __reduce__ of every handle type: TypeError naming the type. */
+PyObject *refuse_pickling(PyObject *self, PyObject *ignored);
+
+#define REFUSE_PICKLING \
+    {"__reduce__", refuse_pickling, METH_NOARGS, \
+     PyDoc_STR("__reduce__($self, /)\n--\n\nRaise TypeError: a handle is of its " \
+               "process only.")}
+
+/* ---- Arguments (args.c) --------------------------------------------------------------- */
+
+typedef struct {
+    const char *function;
+    const char *const *names; /* NULL-terminated */
+    int required;             /* how many must be given */
+    int positional;           /* how many may be given by position */
+} Signature;
+
+/* Fill out[] (as many as there are names; NULL where not given) with borrowed
+ * references. Return 0, or -1 with TypeError set. */
+int unpack_slowly(const Signature *signature, PyObject *const *args, Py_ssize_t nargs,
+                  PyObject *kwnames, PyObject **out);
+
+/* The same; out[] must be zeroed by the caller. */
+static inline int
+unpack(const Signature *signature, PyObject *const *args, Py_ssize_t nargs,
+       PyObject *kwnames, PyObject **out)
+{
+    if (kwnames == NULL && nargs >= signature->required &&
+        nargs <= signature->positional) {
+        for (Py_ssize_t i = 0; i < nargs; i++) {
+            out[i] = args[i];
+        }
+        return 0;
+    }
+    return unpack_slowly(signature, args, nargs, kwnames, out);
+}
+
+#define FASTCALL(function) \
+    ((PyCFunction)(void (*)(void))(function)), METH_FASTCALL | METH_KEYWORDS
+
+/* A count of bytes or elements. Return 0, or -1 with TypeError or ValueError set. */
+int size_argument(const char *what, PyObject *object, size_t *size);
+
+/* An address or a handle: any integer that fits. Return 0, or -1 with an error set. */
+int address_argument(const char *what, PyObject *object, unsigned long long *address);
+
+/* ---- Context (context.c) -------------------------------------------------------------- */
+
+typedef struct Ledger Ledger;
+
+struct ContextObject {
+    PyObject_HEAD
+    CUcontext handle;    /* counted if is_primary, else borrowed from owner */
+    int is_primary;      /* we hold one retain of the device's primary context */
+    CUdevice device;     /* whose primary context it is; else unused */
+    PyObject *owner;     /* owned, or NULL: keeps a foreign context alive */
+    Py_ssize_t pushes;   /* push() less pop(); each owns a reference to this object, lest
+                            a thread's current context be destroyed under it */
+    Ledger *ledgers;     /* owned list: streams that have no Stream object of ours */
+    ContextObject *next; /* borrowed: next in the module state's list */
+};
+
+/* The context current in this thread; new reference. NULL with CudaError set if none. */
+ContextObject *context_current(ModuleState *state);
+
+/* The Context of a handle: the live one if there is one. New reference or NULL. */
+ContextObject *context_of_handle(ModuleState *state, CUcontext handle);
+
+/* A `context` argument; None or NULL means the current one. New reference or NULL. */
+ContextObject *context_argument(ModuleState *state, PyObject *object);
+
+/* The ledger of a stream that has no Stream object. Borrowed from the context, valid
+ * until the GIL is released; NULL with MemoryError set. */
+Ledger *context_ledger(ContextObject *context, CUstream stream);
+
+typedef struct {
+    CUcontext previous; /* borrowed */
+    const char *failed; /* the call that failed in scope_enter, or NULL */
+    int pushed;
+} Scope;
+
+/* Make a context current. Needs no GIL. */
+static inline CUresult
+scope_enter(Scope *scope, CUcontext context)
+{
+    scope->pushed = 0;
+    scope->failed = NULL;
+    CUresult status = driver.CtxGetCurrent(&scope->previous);
+    if (status != CUDA_SUCCESS) {
+        scope->failed = "cuCtxGetCurrent";
+    }
+    else if (scope->previous != context) {
+        status = driver.CtxPushCurrent(context);
+        if (status != CUDA_SUCCESS) {
+            scope->failed = "cuCtxPushCurrent";
+        }
+        else {
+            scope->pushed = 1;
+        }
+    }
+    return status;
+}
+
+/* Put the caller's context back. Should the pop fail, set it: the call in between has
+ * been made, and its result counts. Needs no GIL. */
+static inline void
+scope_leave(Scope *scope)
+{
+    CUcontext popped;
+    if (scope->pushed && driver.CtxPopCurrent(&popped) != CUDA_SUCCESS) {
+        (void)driver.CtxSetCurrent(scope->previous);
+    }
+}
+
+/* The call to name in an error. */
+static inline const char *
+scope_call(const Scope *scope, const char *call)
+{
+    return scope->failed != NULL ? scope->failed : call;
+}
+
+/* status = call, made in the context. Needs no GIL. */
+#define IN_CONTEXT(scope, context, status, call) \
+    do { \
+        (status) = scope_enter(&(scope), (context)); \
+        if ((status) == CUDA_SUCCESS) { \
+            (status) = (call); \
+            scope_leave(&(scope)); \
+        } \
+    } while (0)
+
+/* ---- Ledger (ledger.c) ------------------------------------------------------------------ */
+
+enum {
+    LEDGER_FENCES = 256,     /* more pending fences than this: wait for the oldest */
+    LEDGER_BATCH = 16,       /* small copies that share a fence */
+    LEDGER_SMALL = 1 << 20,  /* bytes; larger copies get a fence of their own */
+};
+
+typedef struct {
+    PyObject *ends[2]; /* owned, the second may be NULL */
+} Held;
+
+typedef struct {
+    CUevent event; /* owned */
+    uint64_t upto; /* copies numbered below this are done once the event has passed */
+} Fence;
+
+/* Copies in flight of one stream, numbered from 0 in the order of their issue. */
+struct Ledger {
+    CUstream stream;     /* borrowed: the Stream object's, or foreign */
+    Held *held;          /* owned ring: copy n is held[n % capacity], head <= n < tail */
+    uint64_t capacity;   /* a power of two, or 0 */
+    uint64_t head, tail;
+    uint64_t fenced;     /* copies below this lie before a fence */
+    Fence fences[LEDGER_FENCES]; /* ring: fence_head <= n < fence_tail */
+    uint64_t fence_head, fence_tail;
+    CUevent spare[LEDGER_FENCES]; /* owned: events to be used again */
+    int spares;
+    int users;           /* calls between reserve and commit, or inside a wait */
+    Ledger *next;        /* owned: next in the context's list */
+};
+
+/* What a copy in the making has set aside. */
+typedef struct {
+    CUevent event; /* owned, or NULL: this copy records no fence */
+} Ticket;
+
+/* Before a copy: make room, and have an event if this copy is to record one. May release
+ * the GIL. Return 0, or -1 with an error set and nothing set aside. */
+int ledger_reserve(ModuleState *state, Ledger *ledger, ContextObject *context,
+                   size_t nbytes, Ticket *ticket);
+
+/* After the copy was issued: hold its ends (references are stolen). Never fails. */
+void ledger_commit(Ledger *ledger, ContextObject *context, Ticket *ticket,
+                   PyObject *first, PyObject *second);
+
+/* After the copy failed: put back what was set aside. */
+void ledger_cancel(Ledger *ledger, Ticket *ticket);
+
+/* Let go of what is done, as far as cuEventQuery says. Never waits. */
+void ledger_poll(Ledger *ledger, ContextObject *context);
+
+/* Let go of all copies numbered below upto: the caller knows that they are done. */
+void ledger_settle(Ledger *ledger, uint64_t upto);
+
+/* Wait for all copies (GIL released), let go of them, and give the events back. In a
+ * forked child only the references are dropped. The ledger may be used again. */
+CUresult ledger_drain(Ledger *ledger, ContextObject *context);
+
+int ledger_traverse(Ledger *ledger, visitproc visit, void *arg);
+
+/* Free the memory of a drained ledger (not the struct itself). */
+void ledger_free(Ledger *ledger);
+
+/* ---- Stream (stream.c) -------------------------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    CUstream handle;        /* owned if is_ours, else borrowed from owner */
+    int is_ours;            /* we destroy it */
+    ContextObject *context; /* owned, until dealloc */
+    PyObject *owner;        /* owned, or NULL: keeps a foreign stream alive */
+    Guard guard;
+    Ledger ledger;
+} StreamObject;
+
+/* A resolved `stream` argument. */
+typedef struct {
+    CUstream handle;
+    StreamObject *object;   /* borrowed and entered, or NULL: no Stream object of ours */
+    ContextObject *context; /* owned, or NULL: the NULL stream of whatever context */
+} StreamRef;
+
+/* Resolve None, a Stream, an object with __cuda_stream__ or an int. The StreamRef must
+ * be zeroed. Return 0, or -1 with an error set; stream_release in both cases. */
+int stream_resolve(ModuleState *state, PyObject *object, StreamRef *ref);
+void stream_release(StreamRef *ref);
+
+/* ---- Event (event.c) ------------------------------------------------------------------------ */
+
+typedef struct {
+    PyObject_HEAD
+    CUevent handle;         /* owned */
+    ContextObject *context; /* owned, until dealloc */
+    Guard guard;
+    int timing;             /* made with timing */
+    int recorded;           /* recorded at least once */
+} EventObject;
+
+EventObject *event_new(ModuleState *state, ContextObject *context, unsigned int flags);
+
+/* Record on a stream of the event's own context. Return 0, or -1 with an error set. */
+int event_record(ModuleState *state, EventObject *event, CUstream stream,
+                 ContextObject *stream_context);
+
+/* Make a stream wait. Return 0, or -1 with an error set. */
+int event_wait_on(ModuleState *state, EventObject *event, CUstream stream,
+                  ContextObject *stream_context);
+
+/* ---- Memory ----------------------------------------------------------------------------------- */
+
+typedef struct {
+    PyObject_HEAD
+    CUdeviceptr ptr;        /* owned; 0 for no bytes, and once freed */
+    size_t nbytes;
+    ContextObject *context; /* owned until dealloc; NULL only if nbytes is 0 */
+    Guard guard;
+} DeviceMemoryObject;
+
+/* Count a user out; the last one after free() frees. */
+void device_memory_leave(DeviceMemoryObject *self);
+
+typedef struct {
+    PyObject_HEAD
+    void *ptr;              /* owned: cuMemHostAlloc; NULL for no bytes */
+    size_t nbytes;
+    ContextObject *context; /* owned until dealloc; NULL only if nbytes is 0 */
+} PageLockedMemoryObject;
+
+typedef struct {
+    PyObject_HEAD
+    void *ptr;              /* borrowed from array; page-locked while is_registered */
+    size_t nbytes;
+    PyObject *array;        /* owned until dealloc: whose memory it is */
+    ContextObject *context; /* owned until dealloc; NULL only if nbytes is 0 */
+    int is_registered;      /* the driver has it; cuMemHostUnregister is due */
+} RegisteredMemoryObject;
+
+/* The object of ours (borrowed) whose page-locked memory the whole array lies in. NULL
+ * if there is none; never an error. */
+PyObject *pagelocked_owner(ModuleState *state, PyArrayObject *array);
+
+/* Ask the driver about first and last byte; in a context. Needs no GIL. */
+CUresult pagelocked_ask(const void *ptr, size_t nbytes, int *is_locked);
+
+/* ---- Ends of a copy (ends.c) ---------------------------------------------------------------- */
+
+typedef struct {
+    CUdeviceptr ptr;
+    size_t nbytes;
+    int size_is_known;          /* 0: an address; device_end_measure asks the driver */
+    PyObject *hold;             /* owned: what keeps the memory alive */
+    DeviceMemoryObject *memory; /* entered and borrowed from hold, or NULL: foreign */
+    ContextObject *context;     /* borrowed from memory, or NULL: not known */
+} DeviceEnd;
+
+typedef struct {
+    void *ptr;
+    size_t nbytes;
+    PyObject *hold; /* owned: what keeps the memory alive */
+    int is_locked;  /* known to be page-locked (0: ask the driver) */
+} HostEnd;
+
+/* Set TypeError and return -1 if elements of this dtype must not be moved as bytes:
+ * object pointers, and, if `native` is asked for, the other byte order. Else 0. */
+int check_dtype(const char *role, PyArray_Descr *descr, int native);
+
+/* Resolve an argument; the struct must be zeroed. `role` is "dest" or "src", for the
+ * message. Return 0, or -1 with an error set; release in both cases. */
+int device_end_resolve(ModuleState *state, const char *role, PyObject *object,
+                       int writable, DeviceEnd *end);
+void device_end_release(DeviceEnd *end);
+int host_end_resolve(ModuleState *state, const char *role, PyObject *object,
+                     int writable, HostEnd *end);
+void host_end_release(HostEnd *end);
+
+/* Ask the driver how many bytes follow an address. Return 0, or -1 with an error set. */
+int device_end_measure(ModuleState *state, const char *role, DeviceEnd *end,
+                       ContextObject *context);
+
+/* The context of a copy: what the ends and the stream say, else the current one. New
+ * reference; NULL with ValueError set if two of them differ. Any argument may be NULL. */
+ContextObject *common_context(ModuleState *state, ContextObject *first,
+                              ContextObject *second, const StreamRef *stream);
+
+/* Return 0 if `needed` bytes fit into an end of `nbytes`, else -1 with ValueError set. */
+int check_fits(const char *role, size_t nbytes, size_t needed);
+
+/* ---- Tables of the other files ------------------------------------------------------------------ */
+
+extern PyType_Spec Device_spec, Context_spec, Stream_spec, Event_spec, DeviceMemory_spec,
+    PageLockedMemory_spec, RegisteredMemory_spec;
+
+PyObject *device_new(ModuleState *state, int ordinal);
+
+extern PyMethodDef device_functions[], device_memory_functions[],
+    pagelocked_functions[], copy_functions[], memset_functions[];
+
+#endif

@@ -1,0 +1,405 @@
+/* Copies. Each function resolves both ends, checks sizes, contexts and page-locking,
+ * and only then calls the driver, once.
+ *
+ * With one end on the host, the host's end says how many bytes move, and the device's
+ * end must have them. An asynchronous copy goes through the stream's ledger. */
+#include "binding.h"
+
+/* The ledger of a resolved stream. Borrowed; NULL with MemoryError set. */
+static Ledger *
+ledger_of(const StreamRef *stream, ContextObject *context)
+{
+    return stream->object != NULL ? &stream->object->ledger
+                                  : context_ledger(context, stream->handle);
+}
+
+typedef struct {
+    Signature signature;
+    int to_device;    /* htod, else dtoh */
+    int asynchronous;
+    const char *call; /* the driver's */
+} HostCopy;
+
+/* Refuse a host end that is not page-locked: the driver would copy synchronously, or
+ * read it later than the caller thinks. Return 0, or -1 with an error set. */
+static int
+check_locked(ModuleState *state, const HostCopy *copy, const HostEnd *host,
+             ContextObject *context)
+{
+    int is_locked = host->is_locked;
+    if (!is_locked) {
+        CUresult status;
+        Scope scope;
+        IN_CONTEXT(scope, context->handle, status,
+                   pagelocked_ask(host->ptr, host->nbytes, &is_locked));
+        if (status != CUDA_SUCCESS) {
+            raise_cuda(state, scope_call(&scope, "cuPointerGetAttribute"), status, NULL);
+            return -1;
+        }
+    }
+    if (!is_locked) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s: %s is not page-locked, so the copy cannot be asynchronous; use "
+                     "%s, or make the array with pagelocked_empty or page-lock it with "
+                     "register_host_memory",
+                     copy->signature.function, copy->to_device ? "src" : "dest",
+                     copy->to_device ? "memcpy_htod" : "memcpy_dtoh");
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *
+copy_host(PyObject *module, const HostCopy *copy, PyObject *const *args, Py_ssize_t nargs,
+          PyObject *kwnames)
+{
+    ModuleState *state = module_state(module);
+    PyObject *given[3] = {NULL};
+    DeviceEnd device = {0};
+    HostEnd host = {0};
+    StreamRef stream = {0};
+    ContextObject *context = NULL;
+    Ledger *ledger = NULL;
+    Ticket ticket = {NULL};
+    PyObject *result = NULL;
+    if (unpack(&copy->signature, args, nargs, kwnames, given) < 0) {
+        return NULL;
+    }
+    const char *device_role = copy->to_device ? "dest" : "src";
+    const char *host_role = copy->to_device ? "src" : "dest";
+    if (device_end_resolve(state, device_role, given[copy->to_device ? 0 : 1],
+                           copy->to_device, &device) < 0 ||
+        host_end_resolve(state, host_role, given[copy->to_device ? 1 : 0],
+                         !copy->to_device, &host) < 0 ||
+        stream_resolve(state, given[2], &stream) < 0) {
+        goto done;
+    }
+    if (host.nbytes == 0) {
+        result = Py_NewRef(Py_None);
+        goto done;
+    }
+    context = common_context(state, device.context, NULL, &stream);
+    if (context == NULL || device_end_measure(state, device_role, &device, context) < 0 ||
+        check_fits(device_role, device.nbytes, host.nbytes) < 0) {
+        goto done;
+    }
+    if (copy->asynchronous) {
+        if (check_locked(state, copy, &host, context) < 0) {
+            goto done;
+        }
+        ledger = ledger_of(&stream, context);
+        if (ledger == NULL ||
+            ledger_reserve(state, ledger, context, host.nbytes, &ticket) < 0) {
+            goto done;
+        }
+    }
+    CUresult status;
+    Scope scope;
+    Py_BEGIN_ALLOW_THREADS
+    status = scope_enter(&scope, context->handle);
+    if (status == CUDA_SUCCESS) {
+        if (copy->to_device) {
+            status = copy->asynchronous
+                         ? driver.MemcpyHtoDAsync(device.ptr, host.ptr, host.nbytes,
+                                                  stream.handle)
+                         : driver.MemcpyHtoD(device.ptr, host.ptr, host.nbytes);
+        }
+        else {
+            status = copy->asynchronous
+                         ? driver.MemcpyDtoHAsync(host.ptr, device.ptr, host.nbytes,
+                                                  stream.handle)
+                         : driver.MemcpyDtoH(host.ptr, device.ptr, host.nbytes);
+        }
+        scope_leave(&scope);
+    }
+    Py_END_ALLOW_THREADS
+    if (status != CUDA_SUCCESS) {
+        if (ledger != NULL) {
+            ledger_cancel(ledger, &ticket);
+        }
+        raise_cuda(state, scope_call(&scope, copy->call), status, "%zu bytes", host.nbytes);
+        goto done;
+    }
+    if (ledger != NULL) {
+        ledger_commit(ledger, context, &ticket, Py_NewRef(device.hold), host.hold);
+        host.hold = NULL; /* stolen */
+    }
+    result = Py_NewRef(Py_None);
+done:
+    Py_XDECREF(context);
+    stream_release(&stream);
+    host_end_release(&host);
+    device_end_release(&device);
+    return result;
+}
+
+static const char *const copy_names[] = {"dest", "src", NULL};
+static const char *const copy_async_names[] = {"dest", "src", "stream", NULL};
+
+#define HOST_COPY(name, names, most, to_device, asynchronous, call) \
+    static PyObject * \
+    name(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) \
+    { \
+        static const HostCopy copy = { \
+            {#name, names, 2, most}, to_device, asynchronous, call}; \
+        return copy_host(module, &copy, args, nargs, kwnames); \
+    }
+
+HOST_COPY(memcpy_htod, copy_names, 2, 1, 0, "cuMemcpyHtoD")
+HOST_COPY(memcpy_htod_async, copy_async_names, 3, 1, 1, "cuMemcpyHtoDAsync")
+HOST_COPY(memcpy_dtoh, copy_names, 2, 0, 0, "cuMemcpyDtoH")
+HOST_COPY(memcpy_dtoh_async, copy_async_names, 3, 0, 1, "cuMemcpyDtoHAsync")
+
+/* ---- Device to device ---- */
+
+/* What the three device-to-device copies share. */
+typedef struct {
+    DeviceEnd dest, src;
+    StreamRef stream;
+    ContextObject *context; /* owned */
+} DevicePair;
+
+static void
+pair_release(DevicePair *pair)
+{
+    Py_CLEAR(pair->context);
+    stream_release(&pair->stream);
+    device_end_release(&pair->src);
+    device_end_release(&pair->dest);
+}
+
+static int
+pair_resolve(ModuleState *state, PyObject *dest, PyObject *src, PyObject *stream,
+             DevicePair *pair)
+{
+    if (device_end_resolve(state, "dest", dest, 1, &pair->dest) < 0 ||
+        device_end_resolve(state, "src", src, 0, &pair->src) < 0 ||
+        stream_resolve(state, stream, &pair->stream) < 0) {
+        return -1;
+    }
+    return 0;
+}
+
+/* Find the context and check that both ends have what is needed. Not for 0 bytes. */
+static int
+pair_check(ModuleState *state, DevicePair *pair, size_t dest_needs, size_t src_needs)
+{
+    pair->context =
+        common_context(state, pair->dest.context, pair->src.context, &pair->stream);
+    if (pair->context == NULL ||
+        device_end_measure(state, "dest", &pair->dest, pair->context) < 0 ||
+        device_end_measure(state, "src", &pair->src, pair->context) < 0 ||
+        check_fits("dest", pair->dest.nbytes, dest_needs) < 0 ||
+        check_fits("src", pair->src.nbytes, src_needs) < 0) {
+        return -1;
+    }
+    return 0;
+}
+
+/* One driver call on the pair's stream, its ends held by the ledger: status = call. */
+#define LEDGERED(state, pair, size, name, status, call) \
+    do { \
+        Scope scope; \
+        Ticket ticket; \
+        Ledger *ledger = ledger_of(&(pair)->stream, (pair)->context); \
+        if (ledger == NULL || \
+            ledger_reserve((state), ledger, (pair)->context, (size), &ticket) < 0) { \
+            (status) = CUDA_ERROR_UNKNOWN; /* the error is set */ \
+            break; \
+        } \
+        Py_BEGIN_ALLOW_THREADS \
+        IN_CONTEXT(scope, (pair)->context->handle, (status), (call)); \
+        Py_END_ALLOW_THREADS \
+        if ((status) == CUDA_SUCCESS) { \
+            ledger_commit(ledger, (pair)->context, &ticket, Py_NewRef((pair)->dest.hold), \
+                          Py_NewRef((pair)->src.hold)); \
+        } \
+        else { \
+            ledger_cancel(ledger, &ticket); \
+            raise_cuda((state), scope_call(&scope, (name)), (status), "%zu bytes", \
+                       (size)); \
+        } \
+    } while (0)
+
+/* memcpy_dtod and its asynchronous form. */
+static PyObject *
+copy_device(PyObject *module, const Signature *signature, int asynchronous,
+            PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    ModuleState *state = module_state(module);
+    PyObject *given[4] = {NULL};
+    DevicePair pair = {0};
+    PyObject *result = NULL;
+    CUresult status;
+    size_t size = 0;
+    if (unpack(signature, args, nargs, kwnames, given) < 0 ||
+        pair_resolve(state, given[0], given[1], given[3], &pair) < 0) {
+        goto done;
+    }
+    if (given[2] != NULL && given[2] != Py_None) {
+        if (size_argument("size", given[2], &size) < 0) {
+            goto done;
+        }
+    }
+    else if (pair.dest.size_is_known && pair.src.size_is_known) {
+        size = pair.src.nbytes;
+    }
+    else {
+        PyErr_Format(PyExc_TypeError, "%s() needs size: %s is an address",
+                     signature->function, pair.dest.size_is_known ? "src" : "dest");
+        goto done;
+    }
+    if (size > 0) {
+        if (pair_check(state, &pair, size, size) < 0) {
+            goto done;
+        }
+        if (asynchronous) {
+            LEDGERED(state, &pair, size, "cuMemcpyDtoDAsync", status,
+                     driver.MemcpyDtoDAsync(pair.dest.ptr, pair.src.ptr, size,
+                                            pair.stream.handle));
+        }
+        else {
+            Scope scope;
+            Py_BEGIN_ALLOW_THREADS
+            IN_CONTEXT(scope, pair.context->handle, status,
+                       driver.MemcpyDtoD(pair.dest.ptr, pair.src.ptr, size));
+            Py_END_ALLOW_THREADS
+            if (status != CUDA_SUCCESS) {
+                raise_cuda(state, scope_call(&scope, "cuMemcpyDtoD"), status, "%zu bytes",
+                           size);
+            }
+        }
+        if (status != CUDA_SUCCESS) {
+            goto done;
+        }
+    }
+    result = Py_NewRef(Py_None);
+done:
+    pair_release(&pair);
+    return result;
+}
+
+static PyObject *
+memcpy_dtod(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+{
+    static const char *const names[] = {"dest", "src", "size", NULL};
+    static const Signature signature = {"memcpy_dtod", names, 2, 3};
+    return copy_device(module, &signature, 0, args, nargs, kwnames);
+}
+
+static PyObject *
+memcpy_dtod_async(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                  PyObject *kwnames)
+{
+    static const char *const names[] = {"dest", "src", "size", "stream", NULL};
+    static const Signature signature = {"memcpy_dtod_async", names, 2, 4};
+    return copy_device(module, &signature, 1, args, nargs, kwnames);
+}
+
+/* Bytes from the first to the last row's end. Return 0, or -1 with ValueError set. */
+static int
+pitched_extent(const char *role, size_t pitch, size_t width, size_t height, size_t *extent)
+{
+    if (pitch < width) {
+        PyErr_Format(PyExc_ValueError, "%s_pitch %zu is less than the width %zu", role,
+                     pitch, width);
+        return -1;
+    }
+    if (__builtin_mul_overflow(height - 1, pitch, extent) ||
+        __builtin_add_overflow(*extent, width, extent)) {
+        PyErr_Format(PyExc_ValueError, "%s: %zu rows of %zu bytes are too many", role,
+                     height, pitch);
+        return -1;
+    }
+    return 0;
+}
+
+static PyObject *
+memcpy_dtod_2d_async(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+                     PyObject *kwnames)
+{
+    enum { DEST, DEST_PITCH, SRC, SRC_PITCH, WIDTH, HEIGHT, STREAM, COUNT };
+    static const char *const names[] = {"dest",  "dest_pitch", "src",    "src_pitch",
+                                        "width", "height",     "stream", NULL};
+    static const Signature signature = {"memcpy_dtod_2d_async", names, 6, 7};
+    ModuleState *state = module_state(module);
+    PyObject *given[COUNT] = {NULL};
+    DevicePair pair = {0};
+    PyObject *result = NULL;
+    CUresult status;
+    size_t dest_pitch, src_pitch, width, height, dest_extent, src_extent;
+    if (unpack(&signature, args, nargs, kwnames, given) < 0 ||
+        pair_resolve(state, given[DEST], given[SRC], given[STREAM], &pair) < 0 ||
+        size_argument("dest_pitch", given[DEST_PITCH], &dest_pitch) < 0 ||
+        size_argument("src_pitch", given[SRC_PITCH], &src_pitch) < 0 ||
+        size_argument("width", given[WIDTH], &width) < 0 ||
+        size_argument("height", given[HEIGHT], &height) < 0) {
+        goto done;
+    }
+    if (width > 0 && height > 0) {
+        if (pitched_extent("dest", dest_pitch, width, height, &dest_extent) < 0 ||
+            pitched_extent("src", src_pitch, width, height, &src_extent) < 0 ||
+            pair_check(state, &pair, dest_extent, src_extent) < 0) {
+            goto done;
+        }
+        CUDA_MEMCPY2D rows = {
+            .srcMemoryType = CU_MEMORYTYPE_DEVICE,
+            .srcDevice = pair.src.ptr,
+            .srcPitch = src_pitch,
+            .dstMemoryType = CU_MEMORYTYPE_DEVICE,
+            .dstDevice = pair.dest.ptr,
+            .dstPitch = dest_pitch,
+            .WidthInBytes = width,
+            .Height = height,
+        };
+        size_t size = width * height; /* no more than the extents, which fit */
+        LEDGERED(state, &pair, size, "cuMemcpy2DAsync", status,
+                 driver.Memcpy2DAsync(&rows, pair.stream.handle));
+        if (status != CUDA_SUCCESS) {
+            goto done;
+        }
+    }
+    result = Py_NewRef(Py_None);
+done:
+    pair_release(&pair);
+    return result;
+}
+
+PyMethodDef copy_functions[] = {
+    {"memcpy_htod", FASTCALL(memcpy_htod),
+     PyDoc_STR("memcpy_htod($module, /, dest, src)\n--\n\n"
+               "Copy all of src (C-contiguous host memory) to the device.\n\n"
+               "On the NULL stream; src may be changed when the call returns.\n\n"
+               "Raises ValueError if dest is smaller or src not C-contiguous, TypeError "
+               "for objects and foreign byte order.")},
+    {"memcpy_htod_async", FASTCALL(memcpy_htod_async),
+     PyDoc_STR("memcpy_htod_async($module, /, dest, src, stream=None)\n--\n\n"
+               "Queue a copy of all of src (page-locked) to the device.\n\n"
+               "Both ends are kept alive until it is done; src must not be changed until "
+               "then.\n\n"
+               "Raises ValueError if src is not page-locked or not C-contiguous, if dest "
+               "is smaller, or stream or dest of another context.")},
+    {"memcpy_dtoh", FASTCALL(memcpy_dtoh),
+     PyDoc_STR("memcpy_dtoh($module, /, dest, src)\n--\n\n"
+               "Fill dest (writable, C-contiguous host memory) from the device, and wait.\n\n"
+               "Raises ValueError if src is smaller or dest not C-contiguous or read-only.")},
+    {"memcpy_dtoh_async", FASTCALL(memcpy_dtoh_async),
+     PyDoc_STR("memcpy_dtoh_async($module, /, dest, src, stream=None)\n--\n\n"
+               "Queue a copy from the device that fills dest (page-locked).\n\n"
+               "Both ends are kept alive until it is done.\n\n"
+               "Raises ValueError as memcpy_htod_async.")},
+    {"memcpy_dtod", FASTCALL(memcpy_dtod),
+     PyDoc_STR("memcpy_dtod($module, /, dest, src, size=None)\n--\n\n"
+               "Copy `size` bytes on the device, on the NULL stream. The host does not "
+               "wait.\n\n"
+               "size is all of src, where neither end is a bare address.")},
+    {"memcpy_dtod_async", FASTCALL(memcpy_dtod_async),
+     PyDoc_STR("memcpy_dtod_async($module, /, dest, src, size=None, stream=None)\n--\n\n"
+               "Queue a copy of `size` bytes on the device.\n\n"
+               "Both ends are kept alive until it is done.")},
+    {"memcpy_dtod_2d_async", FASTCALL(memcpy_dtod_2d_async),
+     PyDoc_STR("memcpy_dtod_2d_async($module, /, dest, dest_pitch, src, src_pitch, width, "
+               "height, stream=None)\n--\n\n"
+               "Queue a copy of `height` rows of `width` bytes, `pitch` bytes apart.")},
+    {NULL, NULL, 0, NULL},
+};

@@ -1,0 +1,395 @@
+/* The ends of a copy: from what Python hands over to an address and a size that are
+ * safe to give to the driver. Everything is checked here, before any driver call. */
+#include "binding.h"
+
+/* A native byte order can be told from the descriptor, but for the fields of a struct. */
+static int
+is_native(PyArray_Descr *descr)
+{
+    if (descr->type_num != NPY_VOID) {
+        return PyArray_ISNBO(descr->byteorder);
+    }
+    PyObject *native = PyObject_GetAttrString((PyObject *)descr, "isnative");
+    int result = native == NULL ? -1 : PyObject_IsTrue(native);
+    Py_XDECREF(native);
+    return result;
+}
+
+int
+check_dtype(const char *role, PyArray_Descr *descr, int native)
+{
+    if (PyDataType_REFCHK(descr)) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: dtype %R holds Python objects: its bytes are pointers", role,
+                     descr);
+        return -1;
+    }
+    int good = native ? is_native(descr) : 1;
+    if (good == 0) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: dtype %R is not in this machine's byte order; convert it with "
+                     "astype(dtype.newbyteorder('='))", role, descr);
+    }
+    return good > 0 ? 0 : -1;
+}
+
+/* Set "not C-contiguous", with shape and strides. */
+static void
+raise_not_contiguous(const char *role, PyObject *object)
+{
+    PyObject *shape = PyObject_GetAttrString(object, "shape");
+    PyObject *strides = shape == NULL ? NULL : PyObject_GetAttrString(object, "strides");
+    if (strides != NULL) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s is not C-contiguous: shape %R, strides %R; its bytes would arrive "
+                     "in another order (numpy.ascontiguousarray makes a copy that is)",
+                     role, shape, strides);
+    }
+    Py_XDECREF(shape);
+    Py_XDECREF(strides);
+}
+
+/* ---- Host ---- */
+
+static int
+host_end_of_array(ModuleState *state, const char *role, PyArrayObject *array, int writable,
+                  HostEnd *end)
+{
+    if (!PyArray_IS_C_CONTIGUOUS(array)) {
+        raise_not_contiguous(role, (PyObject *)array);
+        return -1;
+    }
+    if (check_dtype(role, PyArray_DESCR(array), 1) < 0) {
+        return -1;
+    }
+    if (writable && !PyArray_ISWRITEABLE(array)) {
+        PyErr_Format(PyExc_ValueError, "%s is read-only", role);
+        return -1;
+    }
+    PyObject *owner = pagelocked_owner(state, array);
+    end->ptr = PyArray_DATA(array);
+    end->nbytes = (size_t)PyArray_NBYTES(array);
+    end->is_locked = owner != NULL;
+    /* Our own memory is held directly: arrays are unknown to the garbage collector, and
+     * a copy in flight may make a cycle (context, ledger, memory, context). */
+    end->hold = Py_NewRef(owner != NULL ? owner : (PyObject *)array);
+    return 0;
+}
+
+/* Whether a buffer's format has object pointers ('O') or the other byte order. */
+static void
+scan_format(const char *format, int *has_objects, int *is_swapped)
+{
+    const int little = 1;
+    const char swapped = *(const char *)&little ? '>' : '<';
+    for (const char *at = format; at != NULL && *at != '\0'; at++) {
+        if (*at == ':') { /* a field's name, up to the next colon */
+            at = strchr(at + 1, ':');
+            if (at == NULL) {
+                return;
+            }
+        }
+        else if (*at == 'O') {
+            *has_objects = 1;
+        }
+        else if (*at == swapped || (*at == '!' && swapped == '>')) {
+            *is_swapped = 1;
+        }
+    }
+}
+
+static int
+host_end_of_buffer(const char *role, PyObject *object, int writable, HostEnd *end)
+{
+    PyObject *view = PyMemoryView_FromObject(object); /* keeps the buffer where it is */
+    if (view == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear();
+            PyErr_Format(PyExc_TypeError,
+                         "%s must be a numpy array or another buffer in host memory, not %s",
+                         role, Py_TYPE(object)->tp_name);
+        }
+        return -1;
+    }
+    Py_buffer *buffer = PyMemoryView_GET_BUFFER(view);
+    int has_objects = 0, is_swapped = 0;
+    scan_format(buffer->format, &has_objects, &is_swapped);
+    if (!PyBuffer_IsContiguous(buffer, 'C')) {
+        raise_not_contiguous(role, view);
+    }
+    else if (has_objects) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: format '%s' holds Python objects: its bytes are pointers", role,
+                     buffer->format);
+    }
+    else if (is_swapped) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: format '%s' is not in this machine's byte order", role,
+                     buffer->format);
+    }
+    else if (writable && buffer->readonly) {
+        PyErr_Format(PyExc_ValueError, "%s is read-only", role);
+    }
+    else {
+        end->ptr = buffer->buf;
+        end->nbytes = (size_t)buffer->len;
+        end->hold = view;
+        return 0;
+    }
+    Py_DECREF(view);
+    return -1;
+}
+
+int
+host_end_resolve(ModuleState *state, const char *role, PyObject *object, int writable,
+                 HostEnd *end)
+{
+    if (PyArray_Check(object)) {
+        return host_end_of_array(state, role, (PyArrayObject *)object, writable, end);
+    }
+    return host_end_of_buffer(role, object, writable, end);
+}
+
+void
+host_end_release(HostEnd *end)
+{
+    Py_CLEAR(end->hold);
+}
+
+/* ---- Device ---- */
+
+/* Bytes of an interface's shape and strides. Return 0, or -1 with an error set. */
+static int
+measure_interface(const char *role, PyObject *shape, PyObject *strides, size_t itemsize,
+                  size_t *nbytes)
+{
+    size_t total = itemsize;
+    int is_empty = 0, is_contiguous = 1;
+    if (!PyTuple_Check(shape) ||
+        (strides != NULL && (!PyTuple_Check(strides) ||
+                             PyTuple_GET_SIZE(strides) != PyTuple_GET_SIZE(shape)))) {
+        PyErr_Format(PyExc_TypeError, "%s: __cuda_array_interface__ has no valid shape and "
+                     "strides", role);
+        return -1;
+    }
+    for (Py_ssize_t i = PyTuple_GET_SIZE(shape) - 1; i >= 0; i--) {
+        size_t dim;
+        if (size_argument("a dimension", PyTuple_GET_ITEM(shape, i), &dim) < 0) {
+            return -1;
+        }
+        is_empty |= dim == 0;
+        if (strides != NULL && dim > 1) {
+            Py_ssize_t stride = PyNumber_AsSsize_t(PyTuple_GET_ITEM(strides, i), NULL);
+            if (stride == -1 && PyErr_Occurred()) {
+                return -1;
+            }
+            is_contiguous &= stride >= 0 && (size_t)stride == total;
+        }
+        if (dim != 0 && __builtin_mul_overflow(total, dim, &total)) {
+            PyErr_Format(PyExc_ValueError, "%s: shape %R is too big", role, shape);
+            return -1;
+        }
+    }
+    if (!is_empty && !is_contiguous) {
+        PyErr_Format(PyExc_ValueError, "%s is not C-contiguous: shape %R, strides %R", role,
+                     shape, strides);
+        return -1;
+    }
+    *nbytes = is_empty ? 0 : total;
+    return 0;
+}
+
+/* Bytes of one element. Return 0, or -1 with an error set. */
+static int
+measure_typestr(const char *role, PyObject *typestr, size_t *itemsize)
+{
+    PyArray_Descr *descr = NULL;
+    if (!PyArray_DescrConverter(typestr, &descr)) {
+        return -1;
+    }
+    int result = check_dtype(role, descr, 0);
+    *itemsize = (size_t)PyDataType_ELSIZE(descr);
+    Py_DECREF(descr);
+    return result;
+}
+
+/* From object.__cuda_array_interface__. Return 0, or -1 with an error set. */
+static int
+device_end_of_interface(const char *role, PyObject *interface, int writable,
+                        DeviceEnd *end)
+{
+    if (!PyDict_Check(interface)) {
+        PyErr_Format(PyExc_TypeError, "%s: __cuda_array_interface__ is no dict", role);
+        return -1;
+    }
+    /* All borrowed from the dict, which the caller holds. */
+    PyObject *shape = PyDict_GetItemString(interface, "shape");
+    PyObject *typestr = PyDict_GetItemString(interface, "typestr");
+    PyObject *data = PyDict_GetItemString(interface, "data");
+    PyObject *strides = PyDict_GetItemString(interface, "strides");
+    PyObject *mask = PyDict_GetItemString(interface, "mask");
+    if (shape == NULL || typestr == NULL || data == NULL || !PyTuple_Check(data) ||
+        PyTuple_GET_SIZE(data) != 2) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: __cuda_array_interface__ has no valid shape, typestr and data",
+                     role);
+        return -1;
+    }
+    if (mask != NULL && mask != Py_None) {
+        PyErr_Format(PyExc_TypeError, "%s is a masked array", role);
+        return -1;
+    }
+    size_t itemsize;
+    unsigned long long address;
+    int read_only = PyObject_IsTrue(PyTuple_GET_ITEM(data, 1));
+    if (read_only < 0 || measure_typestr(role, typestr, &itemsize) < 0 ||
+        measure_interface(role, shape, strides == Py_None ? NULL : strides, itemsize,
+                          &end->nbytes) < 0 ||
+        address_argument(role, PyTuple_GET_ITEM(data, 0), &address) < 0) {
+        return -1;
+    }
+    if (writable && read_only) {
+        PyErr_Format(PyExc_ValueError, "%s is read-only", role);
+        return -1;
+    }
+    end->ptr = (CUdeviceptr)address;
+    end->size_is_known = 1;
+    return 0;
+}
+
+/* From an int, or an object that stands for an address (PyCUDA's DeviceAllocation).
+ * Floats have an int() as well, and are none. Return 0, or -1 with an error set. */
+static int
+device_end_of_address(const char *role, PyObject *object, DeviceEnd *end)
+{
+    PyNumberMethods *number = Py_TYPE(object)->tp_as_number;
+    int is_address = PyIndex_Check(object) ||
+                     (number != NULL && number->nb_int != NULL && !PyFloat_Check(object) &&
+                      !PyArray_CheckScalar(object));
+    if (!is_address || PyArray_Check(object) || PyBool_Check(object)) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s must be memory on the device (DeviceMemory, an object with "
+                     "__cuda_array_interface__, or an address), not %s",
+                     role, Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    PyObject *integer = PyNumber_Long(object);
+    unsigned long long address;
+    if (integer == NULL || address_argument(role, integer, &address) < 0) {
+        Py_XDECREF(integer);
+        return -1;
+    }
+    Py_DECREF(integer);
+    end->ptr = (CUdeviceptr)address;
+    return 0;
+}
+
+int
+device_end_resolve(ModuleState *state, const char *role, PyObject *object, int writable,
+                   DeviceEnd *end)
+{
+    if (Py_IS_TYPE(object, state->DeviceMemory_type)) {
+        DeviceMemoryObject *memory = (DeviceMemoryObject *)object;
+        if (!guard_enter(&memory->guard)) {
+            raise_closed("DeviceMemory");
+            return -1;
+        }
+        end->ptr = memory->ptr;
+        end->nbytes = memory->nbytes;
+        end->size_is_known = 1;
+        end->hold = Py_NewRef(object);
+        end->memory = memory;
+        end->context = memory->context;
+        return 0;
+    }
+    end->hold = Py_NewRef(object);
+    if (!PyLong_CheckExact(object) && !PyArray_Check(object)) {
+        PyObject *interface = PyObject_GetAttr(object, state->str_cuda_array_interface);
+        if (interface != NULL) {
+            int result = device_end_of_interface(role, interface, writable, end);
+            Py_DECREF(interface);
+            return result;
+        }
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+            return -1;
+        }
+        PyErr_Clear();
+    }
+    return device_end_of_address(role, object, end);
+}
+
+void
+device_end_release(DeviceEnd *end)
+{
+    if (end->memory != NULL) {
+        device_memory_leave(end->memory);
+        end->memory = NULL;
+    }
+    Py_CLEAR(end->hold);
+}
+
+int
+device_end_measure(ModuleState *state, const char *role, DeviceEnd *end,
+                   ContextObject *context)
+{
+    if (end->size_is_known) {
+        return 0;
+    }
+    CUdeviceptr base = 0;
+    size_t size = 0;
+    CUresult status;
+    Scope scope;
+    IN_CONTEXT(scope, context->handle, status,
+               driver.MemGetAddressRange(&base, &size, end->ptr));
+    if (status != CUDA_SUCCESS) {
+        raise_cuda(state, scope_call(&scope, "cuMemGetAddressRange"), status,
+                   "%s: the driver knows no device memory at %p", role,
+                   (void *)(uintptr_t)end->ptr);
+        return -1;
+    }
+    end->nbytes = size - (size_t)(end->ptr - base);
+    end->size_is_known = 1;
+    return 0;
+}
+
+/* ---- Both ---- */
+
+ContextObject *
+common_context(ModuleState *state, ContextObject *first, ContextObject *second,
+               const StreamRef *stream)
+{
+    ContextObject *known[] = {first, second, stream == NULL ? NULL : stream->context};
+    ContextObject *common = NULL;
+    for (int i = 0; i < 3; i++) {
+        if (known[i] == NULL) {
+            continue;
+        }
+        if (common == NULL) {
+            common = known[i];
+        }
+        else if (common->handle != known[i]->handle) {
+            PyErr_Format(PyExc_ValueError, "%s of different contexts: %R and %R",
+                         i == 2 ? "memory and stream are" : "dest and src are", common,
+                         known[i]);
+            return NULL;
+        }
+    }
+    if (common == NULL) {
+        return context_current(state);
+    }
+    if (driver_ready(state) < 0) {
+        return NULL;
+    }
+    return (ContextObject *)Py_NewRef((PyObject *)common);
+}
+
+int
+check_fits(const char *role, size_t nbytes, size_t needed)
+{
+    if (needed > nbytes) {
+        PyErr_Format(PyExc_ValueError, "%s has %zu bytes, the copy needs %zu", role, nbytes,
+                     needed);
+        return -1;
+    }
+    return 0;
+}

@@ -1,0 +1,113 @@
+"""What the tests of the binding share."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from brainstorm_dbuf import _cuda
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def leak_check(driver):
+    """Fail a test after which more, or fewer, of our objects are alive than before."""
+    gc.collect()
+    before = _cuda.live_objects()
+    yield
+    gc.collect()
+    assert _cuda.live_objects() == before
+
+
+def read(memory, dtype="float32", count=None):
+    """Return a copy of device memory as an ordinary array, once the context is idle."""
+    _cuda.Context.current().synchronize()
+    size = np.dtype(dtype).itemsize
+    array = np.empty(memory.nbytes // size if count is None else count, dtype)
+    _cuda.memcpy_dtoh(array, memory)
+    return array
+
+
+def device_array(values, dtype="float32"):
+    """Return device memory that holds the values."""
+    array = np.ascontiguousarray(values, dtype)
+    memory = _cuda.mem_alloc(array.nbytes)
+    _cuda.memcpy_htod(memory, array)
+    return memory
+
+
+def pinned(values, dtype="float32"):
+    """Return a page-locked array that holds the values."""
+    values = np.asarray(values, dtype)
+    array = _cuda.pagelocked_empty(values.shape, dtype)
+    array[...] = values
+    return array
+
+
+def in_thread(function, *args):
+    """Run a function in a bare thread; return its result or raise its error."""
+    outcome = {}
+
+    def target():
+        try:
+            outcome["result"] = function(*args)
+        except BaseException as error:
+            outcome["error"] = error
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive(), "the thread hangs"
+    error = outcome.pop("error", None)
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # its traceback refers to this frame
+    return outcome.pop("result")
+
+
+@contextlib.contextmanager
+def unraisable_errors():
+    """Collect the errors that deallocs report, as (call, name)."""
+    reported = []
+    hook = sys.unraisablehook
+    sys.unraisablehook = lambda info: reported.append(
+        (info.exc_value.call, info.exc_value.name)
+    )
+    try:
+        yield reported
+    finally:
+        sys.unraisablehook = hook
+
+
+def run_script(script, *args, env=None, timeout=30):
+    """Run a Python script text under -X dev, warnings being errors."""
+    return subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", "-c", script, *args],
+        env=env,
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+    )
+
+
+class Interface:
+    """An object of another library: memory on the device, by the array interface."""
+
+    def __init__(self, owner, shape, typestr="<f4", read_only=False, **more):
+        self.owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": shape,
+            "typestr": typestr,
+            "data": (int(owner), read_only),
+            "version": 3,
+            **more,
+        }

@@ -1,0 +1,69 @@
+"""One driver for the whole test process: the stand-in (default) or the real one.
+
+A process opens the CUDA driver once, so the choice is made here, before anything is
+imported that could open it. ``BRAINSTORM_DBUF_TEST_DRIVER=real`` takes the real one:
+the tests that look into the stand-in are skipped then, those that need a GPU run.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from fake_cuda import build, control
+
+KIND = os.environ.get("BRAINSTORM_DBUF_TEST_DRIVER", "fake")
+if KIND not in ("fake", "real"):
+    raise pytest.UsageError(
+        f"BRAINSTORM_DBUF_TEST_DRIVER: expected fake or real, got {KIND!r}"
+    )
+if KIND == "fake":
+    os.environ["BRAINSTORM_DBUF_LIBCUDA"] = str(build.build_library())
+
+import brainstorm_dbuf as dbuf  # noqa: E402
+
+NEEDS_FAKE = "looks into the stand-in driver"
+NEEDS_REAL = "needs a real CUDA device (make gpu-test)"
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if KIND == "real" and "fake" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.skip(reason=NEEDS_FAKE))
+        if KIND == "fake" and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=NEEDS_REAL))
+
+
+@pytest.fixture(scope="session")
+def _fake_library():
+    return control.FakeCuda(os.environ["BRAINSTORM_DBUF_LIBCUDA"])
+
+
+@pytest.fixture
+def driver(request):
+    """A driver with a context current in this thread; ``fake`` steers the stand-in.
+
+    After the test nothing of ours may be left in it.
+    """
+    if KIND == "real":
+        context = dbuf.Context.primary(0)
+        with context:
+            yield SimpleNamespace(kind="real", fake=None, context=context.handle)
+        return
+    fake = request.getfixturevalue("_fake_library")
+    gc.collect()
+    fake.reset()
+    # As PyCUDA does: a context of its own, current in the thread that trains.
+    context = fake.create_context()
+    yield SimpleNamespace(kind="fake", fake=fake, context=context)
+    gc.collect()
+    assert not any(fake.damage().values()), fake.damage()
+
+
+@pytest.fixture
+def fake(driver):
+    """The stand-in driver's controls, with a context current in this thread."""
+    return driver.fake

@@ -1,0 +1,128 @@
+"""Double-buffered training gives the numbers of brainstorm's own, to the bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import brainstorm as bs
+from networks import NETWORKS, minibatches
+from parity import (
+    assert_same,
+    force_worker,
+    make_handler,
+    poison_back_buffers,
+    train,
+)
+from conftest import KIND
+
+HANDLERS = ["numpy", "device"] if KIND == "fake" else ["numpy", "pycuda"]
+MODES = ["late", "random", "eager"]
+
+
+@pytest.fixture(params=HANDLERS)
+def kind(request, driver):
+    return request.param
+
+
+def skip_what_pycuda_cannot(kind, name):
+    if kind == "pycuda" and name in ("two inputs", "an input beside a layer"):
+        pytest.skip("PyCUDA cannot reshape a slice of features: brainstorm's own limit")
+
+
+def runs(kind, driver, name, seed=0, modes=(None,), size=4, **kwargs):
+    """Return the plain run and the double-buffered one in each mode of the driver."""
+
+    def one(double_buffering, mode=None):
+        if driver.fake is not None:
+            driver.fake.mode(mode or "late", seed)
+        return train(
+            NETWORKS[name],
+            lambda: minibatches(name, np.random.default_rng(seed), size),
+            make_handler(kind, driver),
+            double_buffering,
+            **kwargs,
+        )
+
+    return one(False), [one(True, mode) for mode in modes]
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_each_kind_of_network_trains_to_the_same_weights(
+    name, kind, driver, monkeypatch
+):
+    skip_what_pycuda_cannot(kind, name)
+    force_worker(monkeypatch)
+    poison_back_buffers(monkeypatch)
+    modes = MODES if kind == "device" else [None]
+    plain, buffered = runs(kind, driver, name, modes=modes, delays=7)
+    assert np.isfinite(plain.weights).all()
+    for run in buffered:
+        assert_same(plain, run)
+        # All but the first minibatch of each of the three epochs.
+        assert run.stats.prefetched == run.stats.batches - 3
+        assert run.stats.workers == 3
+        assert run.stats.fallbacks == []
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_without_a_worker_the_weights_are_the_same_too(name, kind, driver):
+    skip_what_pycuda_cannot(kind, name)
+    plain, (buffered,) = runs(kind, driver, name)
+    assert_same(plain, buffered)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("depth", [1, 2, 3, 5])
+def test_ragged_minibatches_in_any_order_and_depth(
+    depth, seed, kind, driver, monkeypatch
+):
+    force_worker(monkeypatch)
+    poison_back_buffers(monkeypatch)
+    plain, (buffered,) = runs(
+        kind,
+        driver,
+        "lstm with a mask",
+        seed=seed,
+        modes=["random"],
+        size=3,
+        delays=seed,
+        depth=depth,
+    )
+    assert_same(plain, buffered)
+
+
+def test_a_monitor_at_every_update_resizes_the_network_and_changes_nothing(
+    kind, driver, monkeypatch
+):
+    force_worker(monkeypatch)
+    poison_back_buffers(monkeypatch)
+    name = "batch normalisation"
+
+    def monitor(iter_name):
+        return lambda: bs.hooks.MonitorScores(
+            iter_name,
+            [bs.scorers.Accuracy()],
+            name=iter_name,
+            timescale="update",
+        )
+
+    def named():
+        rnd = np.random.default_rng(99)
+        return {
+            "larger": minibatches(name, rnd, 7, samples=15),
+            "smaller": minibatches(name, rnd, 1, samples=2),
+            "longer": minibatches(name, rnd, 5, samples=5, steps=9),
+        }
+
+    modes = MODES if kind == "device" else [None]
+    plain, buffered = runs(
+        kind,
+        driver,
+        name,
+        modes=modes,
+        hooks=[monitor("larger"), monitor("smaller"), monitor("longer")],
+        named=named,
+    )
+    for run in buffered:
+        assert_same(plain, run)
