@@ -112,6 +112,10 @@ __all__ = [
 
 compat.apply()
 compat.when_imported("brainstorm.handlers", handler_ops.install)
+# brainstorm looks for the class of a description among those that exist by then.
+compat.when_imported(
+    "brainstorm", lambda _: importlib.import_module(".trainer", __name__)
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -27,7 +27,8 @@ from .back_buffers import DeviceSlot, HostSlot
 class HostAccess:
     """A handler whose arrays are NumPy arrays; no CUDA anywhere."""
 
-    # What the trainer's own thread fetched goes straight into the network.
+    # What the trainer's own thread fetched goes straight into the network: a copy to a
+    # back buffer would take its time, and run beside nothing.
     stages_inline = False
 
     def __init__(self, dtype: Any) -> None:
@@ -59,6 +60,7 @@ class CudaAccess:
         running: makes a context manager that is open during each pass.
     """
 
+    # A queued copy runs by itself, whichever thread queued it.
     stages_inline = True
 
     def __init__(

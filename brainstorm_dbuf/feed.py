@@ -10,10 +10,12 @@ over, while the network trains on k. (With ``depth`` back buffers it runs at mos
 ``depth - 1`` ahead, with one buffer one.)
 
 A worker costs a hand-off between threads for each minibatch. Where preparing one takes
-less than that, the trainer's thread prepares it itself: a feed starts that way, and
-starts a worker once a few minibatches in a row have shown that it pays; from then on
-each pass starts its worker after its first minibatch. Small minibatches so cost what
-they cost in brainstorm's own loop, and a pass over nothing starts no thread.
+less of the host's time than that, the trainer's thread prepares it itself: for a device it
+queues the copy of minibatch k + 1 before it starts step k, so the copy runs during the
+step all the same; on the host there is nothing to gain, and the minibatch goes straight
+into the network. A feed starts that way, and starts a worker once a few minibatches have
+shown that it pays; from then on each pass starts its worker after its first minibatch.
+Small minibatches so cost what they cost in brainstorm's own loop.
 
 Threads. The trainer's thread alone touches the network. The worker owns the iterator
 from its start to its end, holds no lock while it runs the user's code, and passes on
@@ -33,15 +35,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
+
 from .access import access_for
 from .input_layer import Batch, DoubleBufferedInput
 from .stats import FeedStats, FeedWarning
 
 # A worker is worth its hand-off (20 microseconds, several times that where the trainer's
-# own Python code holds the interpreter) when a minibatch takes longer to prepare. One
-# that takes long by accident, the first of an epoch that shuffles, proves nothing.
+# own Python code holds the interpreter) when a minibatch takes longer to prepare. A few
+# in a row must show it, since one may be slow by accident; or one that is very slow.
 WORTH_A_WORKER_SECONDS = 200e-6
 SLOW_IN_A_ROW = 4
+VERY_SLOW = 20
 
 # How long the end of training waits for a `next` that is still running.
 UNBLOCK_AFTER_SECONDS = 1.0
@@ -124,11 +129,22 @@ class Feed:
         """Whether a worker thread is worth its hand-offs."""
         return self._slow_in_a_row >= SLOW_IN_A_ROW
 
-    def note_preparation(self, batch: Batch, seconds: float) -> None:
-        """Learn from the time one minibatch took to prepare."""
+    def note_preparation(
+        self, batch: Batch, fetching: float, staging: float, is_first: bool
+    ) -> None:
+        """Learn from how many seconds of the host one minibatch took.
+
+        The first of a pass counts for its staging only, and says nothing against a
+        worker: fetching it includes what the iterator does once, such as shuffling.
+        """
         # Arrays that lie on the device already leave nothing to prefetch.
-        slow = not batch.on_device and seconds > WORTH_A_WORKER_SECONDS
-        self._slow_in_a_row = self._slow_in_a_row + 1 if slow else 0
+        seconds = 0.0 if batch.on_device else staging + fetching * (not is_first)
+        if seconds > WORTH_A_WORKER_SECONDS * VERY_SLOW:
+            self._slow_in_a_row += SLOW_IN_A_ROW
+        elif seconds > WORTH_A_WORKER_SECONDS:
+            self._slow_in_a_row += 1
+        elif not is_first:
+            self._slow_in_a_row = 0
 
     def run_network(
         self, net: Any, iterator: Iterable[Any], all_inputs: bool = True
@@ -156,9 +172,12 @@ class Feed:
             for batch in batches:
                 lent = self.input_layer.lend(batch)
                 batches.handed_over()
-                yield lent
-                del lent
-                self.input_layer.take_back(batch)
+                try:
+                    yield lent
+                finally:
+                    # The worker may wait for this slot, also when the pass ends here.
+                    del lent
+                    self.input_layer.take_back(batch)
 
 
 class Pass:
@@ -180,15 +199,21 @@ class Pass:
         # The slot into which the last minibatch may still be on its way, straight from
         # the iterator's own arrays; used by the thread that calls `next`.
         self._in_flight: Any = None
+        self._is_first = True
+        # Whether the last minibatch went through a back buffer, so that the trainer's
+        # thread may queue the next one's copy ahead of the step.
+        self._queues_ahead = False
         self._worker: threading.Thread | None = None
         self._pid = os.getpid()
         self._ended = False
         # Guarded by the condition: minibatches the worker may still fetch, those that
         # are ready, and whether the pass is over.
         self._changed = threading.Condition()
-        self._permits = feed.ahead - 1
+        self._permits = 0
         self._ready: deque[Batch | _End] = deque()
         self._stopped = False
+        # Set when the worker has let go of the iterator.
+        self._left = threading.Event()
         self._running = feed.running()
 
     def __enter__(self) -> Pass:
@@ -207,7 +232,7 @@ class Pass:
     def __next__(self) -> Batch:
         if self._ended:
             raise StopIteration
-        if self._worker is None:
+        if self._worker is None and not self._ready:
             return self._prepare_here()
         with self._changed:
             while not self._ready:
@@ -228,11 +253,14 @@ class Pass:
 
     def handed_over(self) -> None:
         """The last minibatch is with the network: the next one may be fetched."""
-        with self._changed:
-            self._permits += 1
-            self._changed.notify_all()
-        if self._worker is None and self._feed.pays:
+        if self._worker is not None:
+            with self._changed:
+                self._permits += 1
+                self._changed.notify_all()
+        elif self._feed.pays:
             self._start_worker()
+        elif self._queues_ahead:
+            self._prepare_ahead()
 
     def _prepare_here(self) -> Batch:
         try:
@@ -243,28 +271,51 @@ class Pass:
         self._feed.stats.batches += 1
         return batch
 
+    def _prepare_ahead(self) -> None:
+        """Prepare the next minibatch now; whatever happens shows when its turn comes."""
+        try:
+            self._ready.append(self._prepare(inline=True))
+        except StopIteration:
+            self._ready.append(_End())
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._ready.append(_End(error))
+
     def _start_worker(self) -> None:
-        self._feed.stats.workers += 1
-        # The worker sees the trainer's context variables: NumPy's error state is one.
-        self._worker = threading.Thread(
+        # The worker sees the trainer's context variables and, which is one of them only
+        # since NumPy 2, NumPy's error state.
+        worker = threading.Thread(
             target=contextvars.copy_context().run,
-            args=(self._work,),
+            args=(self._work, np.geterr()),
             name="brainstorm-dbuf feed",
             daemon=True,
         )
-        self._worker.start()
+        # Nothing is ready and everything fetched has been handed over.
+        self._permits = self._feed.ahead
+        # Known before it runs: Ctrl-C may come while it is being started.
+        self._worker = worker
+        try:
+            worker.start()
+        except RuntimeError as error:
+            self._worker = None
+            self._feed.stats.note_fallback(
+                f"no worker thread ({error}): nothing is prefetched for now"
+            )
+            return
+        self._feed.stats.workers += 1
 
     def close(self, interrupted: bool = False) -> None:
         """End the pass wherever it is. Twice is harmless."""
         if self not in self._feed._open or os.getpid() != self._pid:
             return
         self._feed._open.discard(self)
-        exhausted, self._ended = self._ended, True
+        self._ended = True
         try:
             if self._worker is not None and not self._join(self._worker, interrupted):
                 return
             self._ready.clear()
-            if not exhausted and inspect.isgenerator(self._source):
+            if inspect.isgenerator(self._source):
                 self._source.close()
         finally:
             self._running.__exit__(None, None, None)
@@ -275,13 +326,14 @@ class Pass:
             self._stopped = True
             self._changed.notify_all()
         if interrupted:
-            worker.join(GIVE_UP_AFTER_INTERRUPT_SECONDS)
-            return not worker.is_alive()
-        worker.join(UNBLOCK_AFTER_SECONDS)
-        if worker.is_alive():
+            self._left.wait(GIVE_UP_AFTER_INTERRUPT_SECONDS)
+        elif not self._left.wait(UNBLOCK_AFTER_SECONDS):
             self._unblock()
-            worker.join(GIVE_UP_AFTER_SECONDS - UNBLOCK_AFTER_SECONDS)
-        if worker.is_alive():
+            self._left.wait(GIVE_UP_AFTER_SECONDS - UNBLOCK_AFTER_SECONDS)
+        if self._left.is_set():
+            worker.join()
+            return True
+        if not interrupted:
             warnings.warn(
                 "the data iterator is still inside next() "
                 f"{GIVE_UP_AFTER_SECONDS:g} s after training stopped; its thread ends "
@@ -289,7 +341,7 @@ class Pass:
                 FeedWarning,
                 stacklevel=4,
             )
-        return not worker.is_alive()
+        return False
 
     def _unblock(self) -> None:
         """Close an iterator that has a `close` of its own and may wait for it."""
@@ -311,19 +363,23 @@ class Pass:
             self._in_flight = None
         started = time.perf_counter()
         data = next(self._source)
+        fetched = time.perf_counter()
         batch = self._feed.input_layer.stage(data, self._names, inline)
-        elapsed = time.perf_counter() - started
+        staging = time.perf_counter() - fetched
         if batch.slot is not None:
-            elapsed -= batch.slot.reserve_seconds
+            staging -= batch.slot.reserve_seconds
             if batch.slot.direct:
                 self._in_flight = batch.slot
-        self._feed.note_preparation(batch, elapsed)
+        self._feed.note_preparation(batch, fetched - started, staging, self._is_first)
+        self._is_first = False
+        self._queues_ahead = batch.slot is not None
         return batch
 
     # ------------------------------ the worker's thread --------------------------- #
 
-    def _work(self) -> None:
+    def _work(self, error_state: dict[str, Any]) -> None:
         end = _End()
+        np.seterr(**error_state)
         try:
             while self._may_fetch():
                 try:
@@ -338,6 +394,9 @@ class Pass:
         except BaseException as error:
             end.error = error
         self._publish(end)
+        # The error's traceback refers to this frame: no cycle is left behind.
+        del end
+        self._left.set()
 
     def _may_fetch(self) -> bool:
         """Wait for a permit; False when the pass is over."""
@@ -362,7 +421,8 @@ class Pass:
 class _End:
     """The end of a pass, and the error that ended it."""
 
-    error: BaseException | None = None
+    def __init__(self, error: BaseException | None = None) -> None:
+        self.error = error
 
 
 def _is_interrupt(exc_type: type[BaseException] | None) -> bool:

@@ -25,12 +25,21 @@ from .stats import FeedStats
 class Batch:
     """A minibatch on its way to the network."""
 
-    __slots__ = ("time_size", "batch_size", "shapes", "slot", "data", "on_device")
+    __slots__ = (
+        "time_size",
+        "batch_size",
+        "names",
+        "shapes",
+        "slot",
+        "data",
+        "on_device",
+    )
 
     def __init__(
         self,
         time_size: int,
         batch_size: int,
+        names: tuple[str, ...],
         shapes: dict[str, tuple[int, ...]],
         slot: HostSlot | DeviceSlot | None = None,
         data: Mapping[str, Any] | None = None,
@@ -38,6 +47,8 @@ class Batch:
     ) -> None:
         self.time_size = time_size
         self.batch_size = batch_size
+        # All that the iterator yielded, also what the network lacks.
+        self.names = names
         self.shapes = shapes
         # Until the hand-over: either the slot it lies in, which it has claimed, or
         # the arrays that the iterator yielded.
@@ -114,9 +125,10 @@ class DoubleBufferedInput:
                 array = minibatch.as_numbers(name, array, self._access.dtype)
             arrays[name] = array
         shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+        given = tuple(data)
         if on_device or (inline and not self._access.stages_inline):
             return Batch(
-                time_size, batch_size, shapes, data=arrays, on_device=on_device
+                time_size, batch_size, given, shapes, data=arrays, on_device=on_device
             )
         while (slot := self._claim()) is not None:
             try:
@@ -128,8 +140,8 @@ class DoubleBufferedInput:
                 raise
             else:
                 self._stats.note_staged(slot)
-                return Batch(time_size, batch_size, shapes, slot)
-        return Batch(time_size, batch_size, shapes, data=arrays)
+                return Batch(time_size, batch_size, given, shapes, slot)
+        return Batch(time_size, batch_size, given, shapes, data=arrays)
 
     def _check_device_array(self, name: str, array: Any) -> None:
         """brainstorm copies the bytes of a device array without a look at it."""
@@ -184,7 +196,7 @@ class DoubleBufferedInput:
             name: structure.get_shape(batch.time_size, batch.batch_size)
             for name, structure in structures.items()
         }
-        minibatch.check_shapes(expected, batch.shapes, all_inputs)
+        minibatch.check_shapes(expected, batch.shapes, batch.names, all_inputs)
         net.buffer = net._buffer_manager.resize(batch.time_size, batch.batch_size)
         slot, data, batch.slot, batch.data = batch.slot, batch.data, None, None
         if slot is not None and net.handler is not self._handler:

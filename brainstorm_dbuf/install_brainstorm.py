@@ -1,12 +1,13 @@
 """Install brainstorm 0.5 into the current environment, whatever its pip.
 
-    python -m brainstorm_dbuf.install_brainstorm [--sdist FILE] [--wheel-dir DIR] [--no-deps]
+    python -m brainstorm_dbuf.install_brainstorm
+        [--sdist FILE] [--wheel-dir DIR] [--no-deps]
 
-brainstorm's only release is a source package of 2015 that pip 25.3 and newer can neither
-build nor download, and whose C part needs NumPy 1. This command takes that package from
-the index that pip is set up for (or from FILE), checks it against the one known hash,
-packs its Python part into a wheel and lets pip install that; the C part is ours.
-Nothing of the source package is run.
+brainstorm's only release is a source package of 2015 that pip 25.3 and newer can
+neither build nor download, and whose C part needs NumPy 1. This command takes that
+package from the index that pip is set up for (or from FILE), checks it against the one
+known hash, packs its Python part into a wheel and lets pip install that; the C part is
+ours. Nothing of the source package is run.
 """
 
 from __future__ import annotations
@@ -120,11 +121,16 @@ def fetch_sdist(folder: Path) -> Path:
     command = [sys.executable, str(script), NAME, VERSION, str(folder)]
     print(f"fetching brainstorm {VERSION} (about 250 kB) ...", flush=True)
     done = subprocess.run(
-        command, env=_pip_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        command,
+        env=_pip_environment(),
+        capture_output=True,
         text=True,
+        errors="replace",
     )
     said = f"\n{done.stderr.strip()}" if done.stderr.strip() else ""
-    by_hand = "or download brainstorm-0.5.tar.gz elsewhere and give it with --sdist FILE"
+    by_hand = (
+        "or download brainstorm-0.5.tar.gz elsewhere and give it with --sdist FILE"
+    )
     if done.returncode == 0:
         return Path(done.stdout.strip().splitlines()[-1])
     if done.returncode == _NOT_ON_INDEX:
@@ -140,7 +146,7 @@ def fetch_sdist(folder: Path) -> Path:
         )
     if done.returncode == _UNKNOWN_PIP:
         raise InstallError(
-            f"this pip cannot be asked for a file as pip 21 to 26 can. Try another pip, "
+            "this pip cannot be asked for a file as pip 21 to 26 can. Try another, "
             f"{by_hand}.{said}"
         )
     raise InstallError(f"pip failed (exit status {done.returncode}); {by_hand}.{said}")
@@ -155,8 +161,8 @@ def read_sdist(path: Path) -> bytes:
     found = hashlib.sha256(content).hexdigest()
     if found != SDIST_SHA256:
         raise InstallError(
-            f"{path.name} is not brainstorm {VERSION} as it was released: its sha256 is "
-            f"{found}, but must be {SDIST_SHA256}. Nothing was installed."
+            f"{path.name} is not brainstorm {VERSION} as it was released: its sha256 "
+            f"is {found}, but must be {SDIST_SHA256}. Nothing was installed."
         )
     return content
 
@@ -193,7 +199,11 @@ def _python_part(sdist: bytes) -> dict[str, bytes]:
         with tarfile.open(fileobj=io.BytesIO(sdist), mode="r:gz") as archive:
             for member in archive:
                 path = PurePosixPath(member.name)
-                if not member.isfile() or root not in path.parents or ".." in path.parts:
+                if (
+                    not member.isfile()
+                    or root not in path.parents
+                    or ".." in path.parts
+                ):
                     continue
                 inner = path.relative_to(root)
                 content = archive.extractfile(member).read()  # type: ignore[union-attr]
@@ -272,8 +282,8 @@ def _pip_install(arguments: list[str]) -> None:
         )
     raise InstallError(
         f"pip install {arguments[-1]} failed (exit status {status}); pip's message is "
-        "above. --no-deps leaves out what brainstorm needs; --wheel-dir DIR only writes "
-        "the wheel, for another installer."
+        "above. --no-deps leaves out what brainstorm needs; --wheel-dir DIR only "
+        "writes the wheel, for another installer."
     )
 
 

@@ -7,7 +7,7 @@ is copied, and the error names the input, what was expected and what came.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -73,11 +73,13 @@ def as_numbers(name: str, array: Any, dtype: np.dtype) -> np.ndarray:
 def check_shapes(
     expected: Mapping[str, tuple[int, ...]],
     given: Mapping[str, tuple[int, ...]],
+    names: Iterable[str],
     all_inputs: bool,
 ) -> None:
     """Compare the shapes of a minibatch with those of the network's inputs.
 
-    Names in ``given`` that the network lacks are left alone, as brainstorm does.
+    ``names`` are all that came; those that the network lacks are left alone, as
+    brainstorm does.
 
     Raises:
         KeyError: an input is missing and ``all_inputs`` is true.
@@ -88,7 +90,7 @@ def check_shapes(
             if all_inputs:
                 raise KeyError(
                     f"input {name!r} is missing from the minibatch, which has "
-                    f"{sorted(given)}"
+                    f"{list(names)}"
                 )
         elif given[name] != shape:
             raise ValueError(

@@ -52,6 +52,10 @@ class Prefetch(DataIterator):
         self.stats = FeedStats()
         self._idle: Feed | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy makes back buffers of its own.
+        return {**self.__dict__, "stats": FeedStats(), "_idle": None}
+
     def __call__(self, handler: Any = None) -> Iterator[dict[str, Any]]:
         feed = self._take(handler)
         try:

@@ -17,7 +17,8 @@ class FeedStats:
 
     Attributes:
         batches: minibatches handed to the network.
-        prefetched: those of them that a worker thread prepared during a step.
+        prefetched: those of them that were prepared before their turn: by a worker
+            thread, or by a copy to the device that was queued ahead of the step.
         direct: those of them that were copied straight from page-locked arrays.
         workers: threads started.
         page_locked_bytes: the most page-locked memory held by one back buffer.

@@ -59,13 +59,14 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
             AssertionError: an epoch had no minibatch. Else whatever the iterator, a
                 hook or the step raised, after all earlier minibatches were trained.
         """
+        self.feed_stats = None
+        if not self.double_buffering:
+            super().train(net, training_data_iter, **named_data_iters)
+            return
         depth = self.depth
         if isinstance(training_data_iter, Prefetch):
             depth = training_data_iter.depth
             training_data_iter = training_data_iter.iter
-        if not self.double_buffering:
-            super().train(net, training_data_iter, **named_data_iters)
-            return
         self.feed_stats = FeedStats()
         iterators = {**named_data_iters, "training_data_iter": training_data_iter}
         reason = shared_random_draws(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import subprocess
 import sys
@@ -14,6 +15,10 @@ import pytest
 from brainstorm_dbuf import _cuda
 
 MIB = 1 << 20
+
+# Garbage is collected around each test: leave out what the imports have made.
+gc.collect()
+gc.freeze()
 
 
 @pytest.fixture
@@ -49,6 +54,13 @@ def pinned(values, dtype="float32"):
     array = _cuda.pagelocked_empty(values.shape, dtype)
     array[...] = values
     return array
+
+
+def foreign_view(array):
+    """Return an array over the same memory that does not lead back to its owner."""
+    bytes_there = (ctypes.c_char * array.nbytes).from_address(array.ctypes.data)
+    bytes_there.owner = array
+    return np.frombuffer(bytes_there, array.dtype)
 
 
 def in_thread(function, *args):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +26,10 @@ if KIND == "fake":
 
 import brainstorm_dbuf as dbuf  # noqa: E402
 
+# The handlers that tests of training run on.
+HANDLERS = ["numpy", "device" if KIND == "fake" else "pycuda"]
+WORKER_NAME = "brainstorm-dbuf feed"
+
 NEEDS_FAKE = "looks into the stand-in driver"
 NEEDS_REAL = "needs a real CUDA device (make gpu-test)"
 
@@ -35,6 +40,13 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=NEEDS_FAKE))
         if KIND == "fake" and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=NEEDS_REAL))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_collections():
+    """The tests collect garbage often: leave out all that the imports have made."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -67,3 +79,33 @@ def driver(request):
 def fake(driver):
     """The stand-in driver's controls, with a context current in this thread."""
     return driver.fake
+
+
+@pytest.fixture(params=HANDLERS)
+def kind(request, driver):
+    """The kind of handler to train on, for parity.make_handler."""
+    return request.param
+
+
+@pytest.fixture(params=["automatic", "worker"])
+def way(request, monkeypatch):
+    """Who prepares minibatches: whoever it pays for, or a worker whatever the size."""
+    if request.param == "worker":
+        from parity import force_worker
+
+        force_worker(monkeypatch)
+    return request.param
+
+
+@pytest.fixture
+def nothing_left(driver):
+    """After the test there is no thread, driver object or memory that it has made."""
+    before = dbuf.live_objects()
+    yield
+    gc.collect()
+    assert [t for t in threading.enumerate() if t.name == WORKER_NAME] == []
+    assert dbuf.live_objects() == before
+    if driver.fake is not None:
+        live = driver.fake.live()
+        assert live.pop("contexts") == 1
+        assert not any(live.values()), live

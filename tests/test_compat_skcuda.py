@@ -113,7 +113,10 @@ def run(script, *folders, libraries=""):
     }
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
-        env=environment, capture_output=True, text=True, timeout=50,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=50,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -187,6 +190,14 @@ def test_a_cublas_without_a_version_is_left_to_skcudas_own_search(
     assert out.strip() == "their own: /their/own/cublas"
 
 
+def test_a_copy_without_metadata_is_taken_for_the_last_release(skcuda_folder):
+    shutil.rmtree(skcuda_folder / "scikit_cuda-0.5.3.dist-info")
+    out = run(
+        "import brainstorm_dbuf, skcuda; print(skcuda.__version__)", skcuda_folder
+    )
+    assert out.strip() in ("unknown", "0.5.3")
+
+
 def test_another_release_of_skcuda_is_left_alone(skcuda_folder):
     path = skcuda_folder / "scikit_cuda-0.5.3.dist-info" / "METADATA"
     path.write_text(path.read_text().replace("0.5.3", "1.0"))
@@ -252,7 +263,9 @@ def test_pathfinder_is_asked_where_it_is_installed(monkeypatch):
     monkeypatch.setitem(sys.modules, "cuda", package)
     monkeypatch.setitem(sys.modules, "cuda.pathfinder", pathfinder)
     monkeypatch.setattr(cuda_libraries, "_folders", lambda stem, release: [])
-    assert list(cuda_libraries.candidates("cublas"))[-1] == "/some/where/libcublas.so.13"
+    assert (
+        list(cuda_libraries.candidates("cublas"))[-1] == "/some/where/libcublas.so.13"
+    )
     assert "/" not in "".join(cuda_libraries.candidates("cusolver"))
 
 

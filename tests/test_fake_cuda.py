@@ -1059,6 +1059,32 @@ def random_run(d, seed):
     return seen
 
 
+def test_random_runs_do_not_keep_to_the_order_of_issue(d):
+    early = 0
+    for seed in range(20):
+        early += any(
+            list(done) != sorted(done, reverse=True) for done in random_run(d, seed)
+        )
+    assert early >= 10
+
+
+def test_in_random_runs_a_stream_may_fall_far_behind_another(d):
+    """Each of two streams is 15 items ahead of the other at some time in some run."""
+    ahead = []
+    for seed in range(30):
+        d.fake.reset()
+        d.new("cuCtxCreate", 0, 0)
+        streams = [d.stream(), d.stream()]
+        address, cells = d.device(100)
+        d.fake.mode("random", seed)
+        for i in range(50):
+            d.set(address + 4 * i, 1, 1, streams[0])
+            d.set(address + 200 + 4 * i, 1, 1, streams[1])
+            ahead.append(np.sum(cells[:50] == 1) - np.sum(cells[50:] == 1))
+    assert max(ahead) >= 15
+    assert min(ahead) <= -15
+
+
 def test_a_random_run_repeats_itself_with_its_seed_and_differs_with_others(d):
     assert random_run(d, 1) == random_run(d, 1)
     assert len({tuple(random_run(d, seed)) for seed in range(8)}) == 8
@@ -1521,7 +1547,8 @@ def test_a_reset_forgets_everything(d, fake):
     assert fake.pending() == fake.host_syncs() == 0
     assert not any(fake.live().values())
     assert d.cuCtxPushCurrent(d.context) == INVALID_CONTEXT
-    fake.create_context()
+    assert fake.create_context() != d.context
+    assert d.stream() != stream
     assert d.cuStreamQuery(stream) == INVALID_HANDLE
     assert d.cuMemFree(address) == INVALID_VALUE
     pinned[:] = 0  # an array that outlived its memory harms nobody
@@ -1588,6 +1615,7 @@ def test_a_fork_while_another_thread_is_in_the_driver_does_not_hang(d, fake):
         for _ in range(20):
             child = os.fork()
             if child == 0:
+                fake.pending()  # the lock may have been taken at the fork
                 os._exit(d.cuCtxSynchronize())
             status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             assert status == NOT_INITIALIZED

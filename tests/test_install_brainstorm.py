@@ -134,7 +134,11 @@ def test_the_same_source_gives_the_same_wheel(sdist, tmp_path):
 
 
 def test_members_outside_of_the_package_are_not_taken(tmp_path):
-    names = ["brainstorm-0.5/brainstorm/../../evil.py", "/brainstorm/evil.py", "evil.py"]
+    names = [
+        "brainstorm-0.5/brainstorm/../../evil.py",
+        "/brainstorm/evil.py",
+        "evil.py",
+    ]
     wheel = installer.write_wheel(sdist_bytes(extra=names), tmp_path)
     with zipfile.ZipFile(wheel) as archive:
         assert not [name for name in archive.namelist() if "evil" in name]
@@ -198,8 +202,7 @@ def test_the_installed_brainstorm_has_a_version():
 
 # ---------------------------------------------------------------- pip as the source
 needs_pip = pytest.mark.skipif(
-    not importlib.util.find_spec("pip")
-    and installer._bundled_pip() is None,
+    not importlib.util.find_spec("pip") and installer._bundled_pip() is None,
     reason="this Python has no pip",
 )
 
@@ -297,11 +300,20 @@ def test_a_new_environment_without_pip_gets_brainstorm(sdist, tmp_path):
             "-c",
             "import json, brainstorm, importlib.metadata as m\n"
             "d = m.distribution('brainstorm')\n"
-            "print(json.dumps([brainstorm.__version__, d.version, d.read_text('INSTALLER')"
+            "print(json.dumps([brainstorm.__version__, d.version,"
+            " d.read_text('INSTALLER')"
             ".strip(), d.read_text('direct_url.json'), sorted(map(str, d.requires))]))",
         ],
-        capture_output=True, text=True, check=True,
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert json.loads(asked.stdout) == ["0.5", "0.5", "pip", None, ["h5py", "numpy", "six"]]
+    assert json.loads(asked.stdout) == [
+        "0.5",
+        "0.5",
+        "pip",
+        None,
+        ["h5py", "numpy", "six"],
+    ]
     again = run_installer(python, sdist, "--no-deps")
     assert again.returncode == 0 and "already installed" in again.stdout

@@ -82,8 +82,8 @@ def require_brainstorm() -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name in ("numpy", "h5py", "six"):
             raise ImportError(
-                f"brainstorm (in {found.location}) needs the package {error.name}, which "
-                f"is not installed: python -m pip install {error.name}",
+                f"brainstorm (in {found.location}) needs the package {error.name}, "
+                f"which is not installed: python -m pip install {error.name}",
                 name=error.name,
             ) from error
         raise

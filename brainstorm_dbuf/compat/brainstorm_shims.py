@@ -9,20 +9,34 @@ from __future__ import annotations
 import datetime as _datetime
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import pycuda_guard
-from .importer import Recipe
+from .importer import Recipe, Step
 from .stand_in import module_with
 
 if TYPE_CHECKING:  # the shims are armed without loading NumPy
     import numpy
 
 
-def _numpy_with(**names: Any) -> Recipe:
+def _put(
+    owner: Any, function: Callable[..., Any], as_classmethod: bool = False
+) -> None:
+    """Make `function` a member of a module or class, as if written there."""
+    in_class = isinstance(owner, type)
+    function.__module__ = owner.__module__ if in_class else owner.__name__
+    prefix = owner.__qualname__ + "." if in_class else ""
+    function.__qualname__ = prefix + function.__name__
+    member = classmethod(function) if as_classmethod else function
+    setattr(owner, function.__name__, member)
+
+
+def _numpy_with(after: Step | None = None, **names: Any) -> Recipe:
     """Give a module a `np` of its own with names that NumPy no longer has."""
-    return Recipe(substitutes={"np": lambda module: module_with(module, **names)})
+    substitutes = {"np": lambda numpy: module_with(numpy, **names)}
+    return Recipe(substitutes=substitutes, after=after)
 
 
 # -------------------------------------------------------------- _cpuop, compiled
@@ -53,7 +67,7 @@ def _add_random_integers(module: ModuleType) -> None:
     def random_integers(
         self: Any, low: int, high: int | None = None, size: Any = None
     ) -> Any:
-        """Draw integers from `low` to `high`, both included (1 to `low` without `high`).
+        """Draw integers `low` to `high`, both included (1 to `low` without `high`).
 
         The draws are those of NumPy's function of this name.
         """
@@ -61,7 +75,7 @@ def _add_random_integers(module: ModuleType) -> None:
             low, high = 1, low
         return self.randint(low, int(high) + 1, size=size, dtype="l")
 
-    module.RandomState.random_integers = random_integers
+    _put(module.RandomState, random_integers)
 
 
 # ------------------------------------------------------------------------- utils
@@ -108,8 +122,8 @@ def _replace_network_methods(module: ModuleType) -> None:
         losses["total_loss"] = sum((value for _, value in values), 0.0)
         return losses
 
-    module.Network.from_hdf5 = classmethod(from_hdf5)
-    module.Network.get_loss_values = get_loss_values
+    _put(module.Network, from_hdf5, as_classmethod=True)
+    _put(module.Network, get_loss_values)
 
 
 # ------------------------------------------------------------------------- tools
@@ -149,7 +163,7 @@ def _replace_extract(module: ModuleType) -> None:
             start = stop
         return results
 
-    module.extract = extract
+    _put(module, extract)
 
 
 def _with_steps(
@@ -168,10 +182,7 @@ def _with_steps(
 
 RECIPES = {
     "brainstorm": Recipe(after=pycuda_guard.warn_once),
-    "brainstorm.data_iterators": Recipe(
-        substitutes={"np": lambda module: module_with(module, int=int, bool=bool)},
-        after=_rebind_crop_images,
-    ),
+    "brainstorm.data_iterators": _numpy_with(_rebind_crop_images, int=int, bool=bool),
     "brainstorm.handlers": Recipe(after=pycuda_guard.forget_handler_stub),
     "brainstorm.handlers.pycuda_handler": Recipe(
         run=pycuda_guard.run_handler, after=pycuda_guard.accept_any_integer_seed
@@ -181,10 +192,7 @@ RECIPES = {
     "brainstorm.randomness": Recipe(after=_add_random_integers),
     "brainstorm.scorers": _numpy_with(float=float),
     "brainstorm.structure.network": Recipe(after=_replace_network_methods),
-    "brainstorm.tools": Recipe(
-        substitutes={"np": lambda module: module_with(module, int=int)},
-        after=_replace_extract,
-    ),
+    "brainstorm.tools": _numpy_with(_replace_extract, int=int),
     "brainstorm.training.schedules": _numpy_with(Inf=float("inf")),
     "brainstorm.utils": Recipe(substitutes={"datetime": lambda own: _DateTime}),
 }

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-# The version in the file's name, by CUDA release: cuSOLVER and cuFFT count by themselves.
+# The version in the file's name by CUDA release; cuSOLVER and cuFFT have their own.
 _VERSIONS = {
     "cublas": {13: "13", 12: "12", 11: "11"},
     "cudart": {13: "13", 12: "12", 11: "11.0"},

@@ -19,7 +19,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from types import CodeType, ModuleType
 from typing import Any
@@ -125,7 +125,7 @@ class Finder(importlib.abc.MetaPathFinder):
     """Find the modules of the packages that have recipes, and wrap their loaders."""
 
     def __init__(self) -> None:
-        self._recipes: dict[str, dict[str, Recipe]] = {}
+        self._recipes: dict[str, Mapping[str, Recipe]] = {}
         self._accepts: dict[str, Callable[[], bool]] = {}
         self._accepted: dict[str, bool] = {}
         self._builders: dict[str, Step] = {}
@@ -137,9 +137,9 @@ class Finder(importlib.abc.MetaPathFinder):
     def add_package(
         self,
         name: str,
-        recipes: dict[str, Recipe],
+        recipes: Mapping[str, Recipe],
         accepts: Callable[[], bool],
-        built: dict[str, Step] | None = None,
+        built: Mapping[str, Step] | None = None,
     ) -> None:
         """Take over the modules of package `name`.
 
@@ -152,11 +152,14 @@ class Finder(importlib.abc.MetaPathFinder):
         self._builders.update(built or {})
 
     def when_imported(self, name: str, callback: Step) -> None:
-        """Call `callback(module)` once module `name` is loaded, now if it already is."""
+        """Call `callback(module)` when module `name` has been loaded, now if it is.
+
+        For modules of the packages that were added; again when one is reloaded.
+        """
         with self._lock:
-            module = sys.modules.get(name)
             self._callbacks.setdefault(name, []).append(callback)
-            if module is None or not _is_loaded(module):
+            module = sys.modules.get(name)
+            if module is None or module not in self._done:
                 return
         callback(module)
 
@@ -224,8 +227,10 @@ class Finder(importlib.abc.MetaPathFinder):
         recipe = self._recipes[name.partition(".")[0]].get(name)
         if recipe is not None and recipe.after is not None:
             recipe.after(module)
-        self._done.add(module)
-        for callback in list(self._callbacks.get(name, ())):
+        with self._lock:  # a callback is called by us or by when_imported, never lost
+            self._done.add(module)
+            callbacks = list(self._callbacks.get(name, ()))
+        for callback in callbacks:
             callback(module)
 
 

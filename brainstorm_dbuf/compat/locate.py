@@ -26,7 +26,7 @@ class Found(NamedTuple):
 
 
 def find_brainstorm() -> Found | None:
-    """Return the brainstorm that `import brainstorm` would bring, None if there is none.
+    """Return the brainstorm that `import brainstorm` would bring, None if none.
 
     Nothing is imported. A folder that merely happens to be named brainstorm (no
     `__init__.py`) does not count.
@@ -34,7 +34,9 @@ def find_brainstorm() -> Found | None:
     module = sys.modules.get("brainstorm")
     if module is not None and getattr(module, "__file__", None):
         folder = Path(module.__file__).parent
-        return Found(getattr(module, "__version__", None) or _version(folder), str(folder))
+        return Found(
+            getattr(module, "__version__", None) or _version(folder), str(folder)
+        )
     try:
         spec = _path_spec("brainstorm")
     except (ImportError, ValueError):

@@ -90,7 +90,7 @@ def forget_handler_stub(handlers: ModuleType) -> None:
 
 
 def accept_any_integer_seed(module: ModuleType) -> None:
-    """PyCudaHandler multiplies its seed into an int32 array: a NumPy integer widens it."""
+    """PyCudaHandler multiplies an int32 array by its seed; NumPy integers widen it."""
     if not _works(module):
         return
     handler_class = module.PyCudaHandler

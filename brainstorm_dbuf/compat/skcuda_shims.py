@@ -1,4 +1,4 @@
-"""What scikit-cuda 0.5.3 (2019) needs with today's NumPy, setuptools and CUDA 12 or 13."""
+"""What scikit-cuda 0.5.3 (2019) needs with today's NumPy, setuptools and CUDA."""
 
 from __future__ import annotations
 
@@ -13,11 +13,19 @@ from .stand_in import module_with
 
 
 def is_supported() -> bool:
-    """Return whether the scikit-cuda installed is of the releases known here."""
+    """Return whether the scikit-cuda installed is of the releases known here.
+
+    A copy without metadata counts: 0.5.3 is the last release.
+    """
+    version = _version()
+    return version is None or version.startswith("0.5.")
+
+
+def _version() -> str | None:
     try:
-        return importlib.metadata.version("scikit-cuda").startswith("0.5.")
+        return importlib.metadata.version("scikit-cuda")
     except importlib.metadata.PackageNotFoundError:
-        return False
+        return None
 
 
 # ----------------------------------------------------------------- pkg_resources
@@ -44,11 +52,7 @@ def _run_without_pkg_resources(
 
 def _fill_version(module: ModuleType) -> None:
     """Set what skcuda.version asks pkg_resources for."""
-    module.__version__ = importlib.metadata.version("scikit-cuda")
-    module.pkg_resources = SimpleNamespace(
-        require=lambda name: [SimpleNamespace(version=importlib.metadata.version(name))],
-        declare_namespace=lambda name: None,
-    )
+    module.__version__ = _version() or "unknown"
 
 
 # ------------------------------------------------------------------------- numpy
@@ -87,6 +91,7 @@ def _utils_stand_in(module: ModuleType) -> ModuleType:
     skcuda.cublas reads it from the file's name with objdump and ldconfig. Today's
     names have the major version only, and it then warns and creates a cuBLAS context.
     """
+
     def find_lib_path(name: str) -> str | None:
         known = name == "cublas" and cuda_libraries.cublas_version() is not None
         return f"lib{name}.so" if known else module.find_lib_path(name)

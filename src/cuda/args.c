@@ -6,7 +6,8 @@ unpack_slowly(const Signature *signature, PyObject *const *args, Py_ssize_t narg
               PyObject *kwnames, PyObject **out)
 {
     if (nargs > signature->positional) {
-        PyErr_Format(PyExc_TypeError, "%s() takes at most %d positional arguments (%zd given)",
+        PyErr_Format(PyExc_TypeError,
+                     "%s() takes at most %d positional arguments (%zd given)",
                      signature->function, signature->positional, nargs);
         return -1;
     }
@@ -22,7 +23,8 @@ unpack_slowly(const Signature *signature, PyObject *const *args, Py_ssize_t narg
             i++;
         }
         if (signature->names[i] == NULL) {
-            PyErr_Format(PyExc_TypeError, "%s() got an unexpected keyword argument '%U'",
+            PyErr_Format(PyExc_TypeError,
+                         "%s() got an unexpected keyword argument '%U'",
                          signature->function, name);
             return -1;
         }

@@ -7,9 +7,10 @@
  *   IN_CONTEXT pushes it only if the thread has another one current, and puts the
  *   caller's back. So an object may be used and dropped on any thread.
  * - GIL. Released around whatever may wait or move bytes; in such a region there is no
- *   Python call. Calls of some 150 ns that never wait (record, wait_event, query) keep
- *   it. The module's own lists and ledgers are protected by the GIL; the module does
- *   not declare itself free of it.
+ *   Python call. Calls of some 150 ns that never wait (record, wait_event, query), and
+ *   the queueing of a small copy in a stream that is not full, keep it. The module's
+ * own lists and ledgers are protected by the GIL; the module does not declare itself
+ * free of it.
  * - In flight. An asynchronous copy holds both its ends in a ledger until an event
  *   recorded after it has passed (ledger.c).
  */
@@ -34,7 +35,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-/* ---- Driver table (driver.c) ------------------------------------------------------ */
+/* ---- Driver table (driver.c) ---- */
 
 /* Every entry used: name without "cu", and the version of its signature. Short names
  * because cuda.h turns cuMemAlloc into cuMemAlloc_v2 by macro: "MemAlloc" is no macro,
@@ -112,7 +113,7 @@ driver_usable(void)
     return atomic_load_explicit(&driver_is_usable, memory_order_acquire);
 }
 
-/* ---- Module state ------------------------------------------------------------------ */
+/* ---- Module state ---- */
 
 typedef struct ContextObject ContextObject;
 
@@ -131,9 +132,6 @@ typedef struct {
     PyObject *ForkError;
     PyObject *str_cuda_array_interface;
     PyObject *str_cuda_stream;
-    /* Borrowed: the live Context objects, so that one handle is found again with what
-     * keeps it alive. A Context takes itself off the list when it dies. */
-    ContextObject *contexts;
 } ModuleState;
 
 static inline ModuleState *
@@ -142,7 +140,9 @@ module_state(PyObject *module)
     return (ModuleState *)PyModule_GetState(module);
 }
 
-/* State of the module that made self's type; none of the types can be subclassed. */
+/* State of the module that made self's type; none of the types can be subclassed. Not
+ * for deallocs: the garbage collector may have cleared type and module by then (NULL).
+ */
 static inline ModuleState *
 state_of(void *self)
 {
@@ -164,7 +164,7 @@ int driver_version_if_open(void);
 /* The name that is, or was, given to dlopen. Borrowed. */
 const char *driver_library_name(void);
 
-/* ---- Counts of live objects --------------------------------------------------------- */
+/* ---- Counts of live objects ---- */
 
 #ifdef Py_GIL_DISABLED
 typedef _Atomic(Py_ssize_t) Counter;
@@ -174,20 +174,20 @@ typedef Py_ssize_t Counter; /* the GIL protects it */
 
 typedef struct {
     Counter contexts;
-    Counter streams;            /* made by us and not yet destroyed; no foreign ones */
-    Counter events;             /* the same */
-    Counter fences;             /* events that belong to ledgers */
+    Counter streams; /* made by us and not yet destroyed; no foreign ones */
+    Counter events;  /* the same */
+    Counter fences;  /* events that belong to ledgers */
     Counter device_memory;
     Counter device_bytes;
     Counter page_locked_blocks;
     Counter page_locked_bytes;
     Counter registered;
-    Counter in_flight;          /* copies whose ends a ledger holds */
+    Counter in_flight; /* copies whose ends a ledger holds */
 } LiveCounts;
 
 extern LiveCounts live;
 
-/* ---- Guard: closing an object while other threads are inside it --------------------- */
+/* ---- Guard: closing an object while other threads are inside it ---- */
 
 /* Bit 0: closed. The rest: how many calls are inside, times 2. New work is refused once
  * the bit is set; whoever finds the word at "closed, nobody inside" destroys. */
@@ -251,7 +251,7 @@ guard_close(Guard *guard)
 #endif
 }
 
-/* ---- Errors (error.c) ---------------------------------------------------------------- */
+/* ---- Errors (error.c) ---- */
 
 /* Set the Python exception for a failed driver call and return NULL. `format` says what
  * was asked for (as PyUnicode_FromFormat), or is NULL: then the driver's own words. */
@@ -291,7 +291,7 @@ PyObject *refuse_pickling(PyObject *self, PyObject *ignored);
      PyDoc_STR("__reduce__($self, /)\n--\n\nRaise TypeError: a handle is of its " \
                "process only.")}
 
-/* ---- Arguments (args.c) --------------------------------------------------------------- */
+/* ---- Arguments (args.c) ---- */
 
 typedef struct {
     const char *function;
@@ -329,27 +329,32 @@ int size_argument(const char *what, PyObject *object, size_t *size);
 /* An address or a handle: any integer that fits. Return 0, or -1 with an error set. */
 int address_argument(const char *what, PyObject *object, unsigned long long *address);
 
-/* ---- Context (context.c) -------------------------------------------------------------- */
+/* ---- Context (context.c) ---- */
 
 typedef struct Ledger Ledger;
 
 struct ContextObject {
-    PyObject_HEAD
-    CUcontext handle;    /* counted if is_primary, else borrowed from owner */
-    int is_primary;      /* we hold one retain of the device's primary context */
-    CUdevice device;     /* whose primary context it is; else unused */
-    PyObject *owner;     /* owned, or NULL: keeps a foreign context alive */
-    Py_ssize_t pushes;   /* push() less pop(); each owns a reference to this object, lest
-                            a thread's current context be destroyed under it */
-    Ledger *ledgers;     /* owned list: streams that have no Stream object of ours */
-    ContextObject *next; /* borrowed: next in the module state's list */
+    PyObject_HEAD CUcontext
+        handle;        /* counted if is_primary, else borrowed from owner */
+    int is_primary;    /* we hold one retain of the device's primary context */
+    CUdevice device;   /* whose primary context it is; else unused */
+    PyObject *owner;   /* owned, or NULL: keeps a foreign context alive */
+    Py_ssize_t pushes; /* push() less pop(); each owns a reference to this object, lest
+                          a thread's current context be destroyed under it */
+    Ledger *ledgers;   /* owned list: streams that have no Stream object of ours */
+    ContextObject *next; /* borrowed: next in the list of all contexts */
 };
 
-/* The context current in this thread; new reference. NULL with CudaError set if none. */
+/* The context current in this thread; new reference. NULL with CudaError set if none.
+ */
 ContextObject *context_current(ModuleState *state);
 
 /* The Context of a handle: the live one if there is one. New reference or NULL. */
 ContextObject *context_of_handle(ModuleState *state, CUcontext handle);
+
+/* The current context, or in a thread without one any that is live. New reference;
+ * NULL with CudaError set if there is none at all. */
+ContextObject *context_any(ModuleState *state);
 
 /* A `context` argument; None or NULL means the current one. New reference or NULL. */
 ContextObject *context_argument(ModuleState *state, PyObject *object);
@@ -414,12 +419,13 @@ scope_call(const Scope *scope, const char *call)
         } \
     } while (0)
 
-/* ---- Ledger (ledger.c) ------------------------------------------------------------------ */
+/* ---- Ledger (ledger.c) ---- */
 
 enum {
-    LEDGER_FENCES = 256,     /* more pending fences than this: wait for the oldest */
-    LEDGER_BATCH = 16,       /* small copies that share a fence */
-    LEDGER_SMALL = 1 << 20,  /* bytes; larger copies get a fence of their own */
+    LEDGER_FENCES = 256,    /* more pending fences than this: wait for the oldest */
+    LEDGER_BATCH = 16,      /* small copies that share a fence */
+    LEDGER_SMALL = 1 << 20, /* bytes; larger copies get a fence of their own */
+    LEDGER_DEEP = 256,      /* copies in flight: from then on queueing one may wait */
 };
 
 typedef struct {
@@ -433,17 +439,17 @@ typedef struct {
 
 /* Copies in flight of one stream, numbered from 0 in the order of their issue. */
 struct Ledger {
-    CUstream stream;     /* borrowed: the Stream object's, or foreign */
-    Held *held;          /* owned ring: copy n is held[n % capacity], head <= n < tail */
-    uint64_t capacity;   /* a power of two, or 0 */
+    CUstream stream;   /* borrowed: the Stream object's, or foreign */
+    Held *held;        /* owned ring: copy n is held[n % capacity], head <= n < tail */
+    uint64_t capacity; /* a power of two, or 0 */
     uint64_t head, tail;
-    uint64_t fenced;     /* copies below this lie before a fence */
+    uint64_t fenced;             /* copies below this lie before a fence */
     Fence fences[LEDGER_FENCES]; /* ring: fence_head <= n < fence_tail */
     uint64_t fence_head, fence_tail;
     CUevent spare[LEDGER_FENCES]; /* owned: events to be used again */
     int spares;
-    int users;           /* calls between reserve and commit, or inside a wait */
-    Ledger *next;        /* owned: next in the context's list */
+    int users;    /* calls between reserve and commit, or inside a wait */
+    Ledger *next; /* owned: next in the context's list */
 };
 
 /* What a copy in the making has set aside. */
@@ -451,8 +457,8 @@ typedef struct {
     CUevent event; /* owned, or NULL: this copy records no fence */
 } Ticket;
 
-/* Before a copy: make room, and have an event if this copy is to record one. May release
- * the GIL. Return 0, or -1 with an error set and nothing set aside. */
+/* Before a copy: make room, and have an event if this copy is to record one. May
+ * release the GIL. Return 0, or -1 with an error set and nothing set aside. */
 int ledger_reserve(ModuleState *state, Ledger *ledger, ContextObject *context,
                    size_t nbytes, Ticket *ticket);
 
@@ -470,22 +476,22 @@ void ledger_poll(Ledger *ledger, ContextObject *context);
 void ledger_settle(Ledger *ledger, uint64_t upto);
 
 /* Wait for all copies (GIL released), let go of them, and give the events back. In a
- * forked child only the references are dropped. The ledger may be used again. */
-CUresult ledger_drain(Ledger *ledger, ContextObject *context);
+ * forked child only the references are dropped. The ledger may be used again. Return
+ * the result of the wait, with the call that it is of. */
+CUresult ledger_drain(Ledger *ledger, ContextObject *context, const char **call);
 
 int ledger_traverse(Ledger *ledger, visitproc visit, void *arg);
 
 /* Free the memory of a drained ledger (not the struct itself). */
 void ledger_free(Ledger *ledger);
 
-/* ---- Stream (stream.c) -------------------------------------------------------------------- */
+/* ---- Stream (stream.c) ---- */
 
 typedef struct {
-    PyObject_HEAD
-    CUstream handle;        /* owned if is_ours, else borrowed from owner */
-    int is_ours;            /* we destroy it */
-    ContextObject *context; /* owned, until dealloc */
-    PyObject *owner;        /* owned, or NULL: keeps a foreign stream alive */
+    PyObject_HEAD CUstream handle; /* owned if is_ours, else borrowed from owner */
+    int is_ours;                   /* we destroy it */
+    ContextObject *context;        /* owned, until dealloc */
+    PyObject *owner;               /* owned, or NULL: keeps a foreign stream alive */
     Guard guard;
     Ledger ledger;
 } StreamObject;
@@ -493,7 +499,7 @@ typedef struct {
 /* A resolved `stream` argument. */
 typedef struct {
     CUstream handle;
-    StreamObject *object;   /* borrowed and entered, or NULL: no Stream object of ours */
+    StreamObject *object; /* borrowed and entered, or NULL: no Stream object of ours */
     ContextObject *context; /* owned, or NULL: the NULL stream of whatever context */
 } StreamRef;
 
@@ -502,15 +508,14 @@ typedef struct {
 int stream_resolve(ModuleState *state, PyObject *object, StreamRef *ref);
 void stream_release(StreamRef *ref);
 
-/* ---- Event (event.c) ------------------------------------------------------------------------ */
+/* ---- Event (event.c) ---- */
 
 typedef struct {
-    PyObject_HEAD
-    CUevent handle;         /* owned */
-    ContextObject *context; /* owned, until dealloc */
+    PyObject_HEAD CUevent handle; /* owned */
+    ContextObject *context;       /* owned, until dealloc */
     Guard guard;
-    int timing;             /* made with timing */
-    int recorded;           /* recorded at least once */
+    int timing;   /* made with timing */
+    int recorded; /* recorded at least once */
 } EventObject;
 
 EventObject *event_new(ModuleState *state, ContextObject *context, unsigned int flags);
@@ -523,11 +528,10 @@ int event_record(ModuleState *state, EventObject *event, CUstream stream,
 int event_wait_on(ModuleState *state, EventObject *event, CUstream stream,
                   ContextObject *stream_context);
 
-/* ---- Memory ----------------------------------------------------------------------------------- */
+/* ---- Memory ---- */
 
 typedef struct {
-    PyObject_HEAD
-    CUdeviceptr ptr;        /* owned; 0 for no bytes, and once freed */
+    PyObject_HEAD CUdeviceptr ptr; /* owned; 0 for no bytes, and once freed */
     size_t nbytes;
     ContextObject *context; /* owned until dealloc; NULL only if nbytes is 0 */
     Guard guard;
@@ -537,15 +541,13 @@ typedef struct {
 void device_memory_leave(DeviceMemoryObject *self);
 
 typedef struct {
-    PyObject_HEAD
-    void *ptr;              /* owned: cuMemHostAlloc; NULL for no bytes */
+    PyObject_HEAD void *ptr; /* owned: cuMemHostAlloc; NULL for no bytes */
     size_t nbytes;
     ContextObject *context; /* owned until dealloc; NULL only if nbytes is 0 */
 } PageLockedMemoryObject;
 
 typedef struct {
-    PyObject_HEAD
-    void *ptr;              /* borrowed from array; page-locked while is_registered */
+    PyObject_HEAD void *ptr; /* borrowed from array; page-locked while is_registered */
     size_t nbytes;
     PyObject *array;        /* owned until dealloc: whose memory it is */
     ContextObject *context; /* owned until dealloc; NULL only if nbytes is 0 */
@@ -559,7 +561,7 @@ PyObject *pagelocked_owner(ModuleState *state, PyArrayObject *array);
 /* Ask the driver about first and last byte; in a context. Needs no GIL. */
 CUresult pagelocked_ask(const void *ptr, size_t nbytes, int *is_locked);
 
-/* ---- Ends of a copy (ends.c) ---------------------------------------------------------------- */
+/* ---- Ends of a copy (ends.c) ---- */
 
 typedef struct {
     CUdeviceptr ptr;
@@ -590,22 +592,25 @@ int host_end_resolve(ModuleState *state, const char *role, PyObject *object,
                      int writable, HostEnd *end);
 void host_end_release(HostEnd *end);
 
-/* Ask the driver how many bytes follow an address. Return 0, or -1 with an error set. */
+/* Ask the driver how many bytes follow an address. Return 0, or -1 with an error set.
+ */
 int device_end_measure(ModuleState *state, const char *role, DeviceEnd *end,
                        ContextObject *context);
 
 /* The context of a copy: what the ends and the stream say, else the current one. New
- * reference; NULL with ValueError set if two of them differ. Any argument may be NULL. */
+ * reference; NULL with ValueError set if two of them differ. Any argument may be NULL.
+ */
 ContextObject *common_context(ModuleState *state, ContextObject *first,
                               ContextObject *second, const StreamRef *stream);
 
-/* Return 0 if `needed` bytes fit into an end of `nbytes`, else -1 with ValueError set. */
+/* Return 0 if `needed` bytes fit into an end of `nbytes`, else -1 with ValueError set.
+ */
 int check_fits(const char *role, size_t nbytes, size_t needed);
 
-/* ---- Tables of the other files ------------------------------------------------------------------ */
+/* ---- Tables of the other files ---- */
 
-extern PyType_Spec Device_spec, Context_spec, Stream_spec, Event_spec, DeviceMemory_spec,
-    PageLockedMemory_spec, RegisteredMemory_spec;
+extern PyType_Spec Device_spec, Context_spec, Stream_spec, Event_spec,
+    DeviceMemory_spec, PageLockedMemory_spec, RegisteredMemory_spec;
 
 PyObject *device_new(ModuleState *state, int ordinal);
 

@@ -1,11 +1,16 @@
 /* Context: which context is whose, and what keeps it alive.
  *
- * For one handle there may be several Context objects; they are equal. The module state
- * lists the live ones, those that keep their context alive first, so that "the current
- * context" finds the object that owns it: an array made in it then holds the real owner,
- * not just a number. A context that somebody else made and nobody handed us an owner
- * for is borrowed, and may go at any time: deallocs expect that. */
+ * For one handle there may be several Context objects; they are equal. A list holds the
+ * live ones, those that keep their context alive first, so that "the current
+ * context" finds the object that owns it: an array made in it then holds the real
+ * owner, not just a number. A context that somebody else made and nobody handed us an
+ * owner for is borrowed, and may go at any time: deallocs expect that. */
 #include "binding.h"
+
+/* Borrowed: a Context takes itself off when it dies. Not in the module state, which may
+ * be gone by then: at exit the garbage collector takes module and objects in any order.
+ */
+static ContextObject *all_contexts;
 
 static int
 keeps_alive(ContextObject *self)
@@ -13,11 +18,27 @@ keeps_alive(ContextObject *self)
     return self->is_primary || self->owner != NULL;
 }
 
+/* The first live object of this module with the handle (NULL: any). Borrowed, or NULL.
+ */
 static ContextObject *
 find_context(ModuleState *state, CUcontext handle)
 {
-    for (ContextObject *it = state->contexts; it != NULL; it = it->next) {
-        if (it->handle == handle) {
+    for (ContextObject *it = all_contexts; it != NULL; it = it->next) {
+        if (Py_IS_TYPE((PyObject *)it, state->Context_type) &&
+            (handle == NULL || it->handle == handle)) {
+            return it;
+        }
+    }
+    return NULL;
+}
+
+/* The live object that holds a device's primary context. Borrowed, or NULL. */
+static ContextObject *
+find_primary(ModuleState *state, CUdevice device)
+{
+    for (ContextObject *it = all_contexts; it != NULL; it = it->next) {
+        if (Py_IS_TYPE((PyObject *)it, state->Context_type) && it->is_primary &&
+            it->device == device) {
             return it;
         }
     }
@@ -36,7 +57,7 @@ context_new(ModuleState *state, CUcontext handle, PyObject *owner, int is_primar
     self->handle = handle;
     self->owner = Py_XNewRef(owner);
     self->is_primary = is_primary;
-    ContextObject **place = &state->contexts;
+    ContextObject **place = &all_contexts;
     while (*place != NULL && !keeps_alive(self)) {
         place = &(*place)->next; /* borrowed ones to the end */
     }
@@ -79,6 +100,22 @@ context_current(ModuleState *state)
 }
 
 ContextObject *
+context_any(ModuleState *state)
+{
+    CUcontext current = NULL;
+    if (driver_ready(state) < 0) {
+        return NULL;
+    }
+    if (driver.CtxGetCurrent(&current) == CUDA_SUCCESS && current == NULL) {
+        ContextObject *any = find_context(state, NULL);
+        if (any != NULL) {
+            return (ContextObject *)Py_NewRef((PyObject *)any);
+        }
+    }
+    return context_current(state);
+}
+
+ContextObject *
 context_argument(ModuleState *state, PyObject *object)
 {
     if (object == NULL || object == Py_None) {
@@ -102,9 +139,11 @@ sweep_ledgers(ContextObject *self)
     Ledger **place = &self->ledgers;
     while (*place != NULL) {
         Ledger *ledger = *place;
-        if (ledger->stream != NULL && ledger->users == 0 && ledger->head == ledger->tail) {
+        if (ledger->stream != NULL && ledger->users == 0 &&
+            ledger->head == ledger->tail) {
+            const char *call;
             *place = ledger->next;
-            (void)ledger_drain(ledger, self);
+            (void)ledger_drain(ledger, self, &call);
             ledger_free(ledger);
             PyMem_Free(ledger);
         }
@@ -190,8 +229,6 @@ Context_primary(PyObject *type, PyObject *args, PyObject *kwargs)
     int ordinal = 0;
     CUdevice device = 0;
     CUcontext handle = NULL;
-    CUresult status;
-    const char *call = "cuDeviceGet";
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|i:primary", names, &ordinal)) {
         return NULL;
     }
@@ -200,19 +237,24 @@ Context_primary(PyObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     Py_DECREF(described);
-    Py_BEGIN_ALLOW_THREADS
-    status = driver.DeviceGet(&device, ordinal);
-    if (status == CUDA_SUCCESS) {
-        call = "cuDevicePrimaryCtxRetain";
-        status = driver.DevicePrimaryCtxRetain(&handle, device);
+    CUresult status = driver.DeviceGet(&device, ordinal);
+    if (status != CUDA_SUCCESS) {
+        return raise_cuda(state, "cuDeviceGet", status, "device %d", ordinal);
     }
+    ContextObject *self = find_primary(state, device);
+    if (self != NULL) {
+        return Py_NewRef((PyObject *)self);
+    }
+    Py_BEGIN_ALLOW_THREADS
+    status = driver.DevicePrimaryCtxRetain(&handle, device);
     Py_END_ALLOW_THREADS
     if (status != CUDA_SUCCESS) {
-        return raise_cuda(state, call, status, "device %d", ordinal);
+        return raise_cuda(state, "cuDevicePrimaryCtxRetain", status, "device %d",
+                          ordinal);
     }
-    ContextObject *self = find_context(state, handle);
-    if (self != NULL && self->is_primary) {
-        Py_INCREF(self); /* it has a retain already */
+    self = find_primary(state, device); /* another thread may have been faster */
+    if (self != NULL) {
+        Py_INCREF(self);
     }
     else {
         self = context_new(state, handle, NULL, 1);
@@ -399,16 +441,22 @@ Context_traverse(PyObject *op, visitproc visit, void *arg)
     return 0;
 }
 
-/* Wait for what is in flight on streams without an object; first failure, or success. */
+/* Wait for what is in flight on streams without an object; first failure, or success.
+ */
 static CUresult
-drain_ledgers(ContextObject *self)
+drain_ledgers(ContextObject *self, const char **call)
 {
     CUresult first = CUDA_SUCCESS;
+    *call = NULL;
     for (Ledger *it = self->ledgers; it != NULL; it = it->next) {
+        const char *its_call;
         it->users++; /* not to be swept while we wait */
-        CUresult status = ledger_drain(it, self);
+        CUresult status = ledger_drain(it, self, &its_call);
         it->users--;
-        first = first != CUDA_SUCCESS ? first : status;
+        if (first == CUDA_SUCCESS) {
+            first = status;
+            *call = its_call;
+        }
     }
     return first;
 }
@@ -417,7 +465,8 @@ static int
 Context_clear(PyObject *op)
 {
     ContextObject *self = (ContextObject *)op;
-    (void)drain_ledgers(self);
+    const char *call;
+    (void)drain_ledgers(self, &call);
     Py_CLEAR(self->owner);
     return 0;
 }
@@ -430,15 +479,16 @@ Context_dealloc(PyObject *op)
     SavedError saved;
     PyObject_GC_UnTrack(op);
     save_error(&saved);
-    ModuleState *state = state_of(self);
-    for (ContextObject **place = &state->contexts; *place != NULL;
+    for (ContextObject **place = &all_contexts; *place != NULL;
          place = &(*place)->next) {
         if (*place == self) { /* first of all: nobody may find it any more */
             *place = self->next;
             break;
         }
     }
-    report_unraisable(self, "cuStreamSynchronize", drain_ledgers(self));
+    const char *call;
+    CUresult waited = drain_ledgers(self, &call);
+    report_unraisable(self, call, waited);
     while (self->ledgers != NULL) {
         Ledger *ledger = self->ledgers;
         self->ledgers = ledger->next;
@@ -466,12 +516,13 @@ static PyMethodDef Context_methods[] = {
                "Raises CudaError (CUDA_ERROR_INVALID_CONTEXT) if there is none.")},
     {"primary", (PyCFunction)(void (*)(void))Context_primary,
      METH_CLASS | METH_VARARGS | METH_KEYWORDS,
-     PyDoc_STR("primary($type, ordinal=0)\n--\n\n"
-               "Return the primary context of a device, which the CUDA runtime uses too.\n\n"
-               "It is retained until the last object that holds it is gone. It is not "
-               "made current: use `with context:`.\n\n"
-               "Raises ValueError if there is no such device, DriverError without a "
-               "driver.")},
+     PyDoc_STR(
+         "primary($type, ordinal=0)\n--\n\n"
+         "Return the primary context of a device, which the CUDA runtime uses too.\n\n"
+         "It is retained until the last object that holds it is gone. It is not "
+         "made current: use `with context:`.\n\n"
+         "Raises ValueError if there is no such device, DriverError without a "
+         "driver.")},
     {"from_handle", (PyCFunction)(void (*)(void))Context_from_handle,
      METH_CLASS | METH_VARARGS | METH_KEYWORDS,
      PyDoc_STR("from_handle($type, handle, owner=None)\n--\n\n"
@@ -501,9 +552,10 @@ static PyGetSetDef Context_getset[] = {
 };
 
 static PyType_Slot Context_slots[] = {
-    {Py_tp_doc, PyDoc_STR("A CUDA context: see current(), primary() and from_handle().\n\n"
-                          "Contexts with the same handle are equal. Each stream, event "
-                          "and piece of memory holds its context.")},
+    {Py_tp_doc,
+     PyDoc_STR("A CUDA context: see current(), primary() and from_handle().\n\n"
+               "Contexts with the same handle are equal. Each stream, event "
+               "and piece of memory holds its context.")},
     {Py_tp_dealloc, Context_dealloc},
     {Py_tp_traverse, Context_traverse},
     {Py_tp_clear, Context_clear},

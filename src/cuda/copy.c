@@ -15,7 +15,7 @@ ledger_of(const StreamRef *stream, ContextObject *context)
 
 typedef struct {
     Signature signature;
-    int to_device;    /* htod, else dtoh */
+    int to_device; /* htod, else dtoh */
     int asynchronous;
     const char *call; /* the driver's */
 } HostCopy;
@@ -33,25 +33,63 @@ check_locked(ModuleState *state, const HostCopy *copy, const HostEnd *host,
         IN_CONTEXT(scope, context->handle, status,
                    pagelocked_ask(host->ptr, host->nbytes, &is_locked));
         if (status != CUDA_SUCCESS) {
-            raise_cuda(state, scope_call(&scope, "cuPointerGetAttribute"), status, NULL);
+            raise_cuda(state, scope_call(&scope, "cuPointerGetAttribute"), status,
+                       NULL);
             return -1;
         }
     }
     if (!is_locked) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s: %s is not page-locked, so the copy cannot be asynchronous; use "
-                     "%s, or make the array with pagelocked_empty or page-lock it with "
-                     "register_host_memory",
-                     copy->signature.function, copy->to_device ? "src" : "dest",
-                     copy->to_device ? "memcpy_htod" : "memcpy_dtoh");
+        PyErr_Format(
+            PyExc_ValueError,
+            "%s: %s is not page-locked, so the copy cannot be asynchronous; use "
+            "%s, or make the array with pagelocked_empty or page-lock it with "
+            "register_host_memory",
+            copy->signature.function, copy->to_device ? "src" : "dest",
+            copy->to_device ? "memcpy_htod" : "memcpy_dtoh");
         return -1;
     }
     return 0;
 }
 
+/* True if queueing a copy takes no longer than letting go of the GIL and taking it
+ * again is worth: a small one, in a stream whose queue is far from full. The driver
+ * makes its caller wait once some 1,000 pieces of work are queued in a stream. */
+static int
+is_brief(const Ledger *ledger, size_t nbytes)
+{
+    return nbytes < LEDGER_SMALL && ledger->tail - ledger->head < LEDGER_DEEP;
+}
+
+/* The driver call, in the context. Needs no GIL. */
+static inline CUresult
+issue_host_copy(const HostCopy *copy, Scope *scope, ContextObject *context,
+                const DeviceEnd *device, const HostEnd *host, CUstream stream)
+{
+    CUresult status;
+    if (copy->to_device && copy->asynchronous) {
+        IN_CONTEXT(
+            *scope, context->handle, status,
+            driver.MemcpyHtoDAsync(device->ptr, host->ptr, host->nbytes, stream));
+    }
+    else if (copy->to_device) {
+        IN_CONTEXT(*scope, context->handle, status,
+                   driver.MemcpyHtoD(device->ptr, host->ptr, host->nbytes));
+    }
+    else if (copy->asynchronous) {
+        IN_CONTEXT(
+            *scope, context->handle, status,
+            driver.MemcpyDtoHAsync(host->ptr, device->ptr, host->nbytes, stream));
+    }
+    else {
+        IN_CONTEXT(*scope, context->handle, status,
+                   driver.MemcpyDtoH(host->ptr, device->ptr, host->nbytes));
+    }
+    return status;
+}
+
 static PyObject *
-copy_host(PyObject *module, const HostCopy *copy, PyObject *const *args, Py_ssize_t nargs,
-          PyObject *kwnames)
+copy_host(PyObject *module, const HostCopy *copy, PyObject *const *args,
+          Py_ssize_t nargs, PyObject *kwnames)
 {
     ModuleState *state = module_state(module);
     PyObject *given[3] = {NULL};
@@ -79,7 +117,8 @@ copy_host(PyObject *module, const HostCopy *copy, PyObject *const *args, Py_ssiz
         goto done;
     }
     context = common_context(state, device.context, NULL, &stream);
-    if (context == NULL || device_end_measure(state, device_role, &device, context) < 0 ||
+    if (context == NULL ||
+        device_end_measure(state, device_role, &device, context) < 0 ||
         check_fits(device_role, device.nbytes, host.nbytes) < 0) {
         goto done;
     }
@@ -95,29 +134,20 @@ copy_host(PyObject *module, const HostCopy *copy, PyObject *const *args, Py_ssiz
     }
     CUresult status;
     Scope scope;
-    Py_BEGIN_ALLOW_THREADS
-    status = scope_enter(&scope, context->handle);
-    if (status == CUDA_SUCCESS) {
-        if (copy->to_device) {
-            status = copy->asynchronous
-                         ? driver.MemcpyHtoDAsync(device.ptr, host.ptr, host.nbytes,
-                                                  stream.handle)
-                         : driver.MemcpyHtoD(device.ptr, host.ptr, host.nbytes);
-        }
-        else {
-            status = copy->asynchronous
-                         ? driver.MemcpyDtoHAsync(host.ptr, device.ptr, host.nbytes,
-                                                  stream.handle)
-                         : driver.MemcpyDtoH(host.ptr, device.ptr, host.nbytes);
-        }
-        scope_leave(&scope);
+    if (ledger != NULL && is_brief(ledger, host.nbytes)) {
+        status = issue_host_copy(copy, &scope, context, &device, &host, stream.handle);
     }
-    Py_END_ALLOW_THREADS
+    else {
+        Py_BEGIN_ALLOW_THREADS
+        status = issue_host_copy(copy, &scope, context, &device, &host, stream.handle);
+        Py_END_ALLOW_THREADS
+    }
     if (status != CUDA_SUCCESS) {
         if (ledger != NULL) {
             ledger_cancel(ledger, &ticket);
         }
-        raise_cuda(state, scope_call(&scope, copy->call), status, "%zu bytes", host.nbytes);
+        raise_cuda(state, scope_call(&scope, copy->call), status, "%zu bytes",
+                   host.nbytes);
         goto done;
     }
     if (ledger != NULL) {
@@ -137,8 +167,8 @@ static const char *const copy_names[] = {"dest", "src", NULL};
 static const char *const copy_async_names[] = {"dest", "src", "stream", NULL};
 
 #define HOST_COPY(name, names, most, to_device, asynchronous, call) \
-    static PyObject * \
-    name(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) \
+    static PyObject *name(PyObject *module, PyObject *const *args, Py_ssize_t nargs, \
+                          PyObject *kwnames) \
     { \
         static const HostCopy copy = { \
             {#name, names, 2, most}, to_device, asynchronous, call}; \
@@ -211,8 +241,8 @@ pair_check(ModuleState *state, DevicePair *pair, size_t dest_needs, size_t src_n
         IN_CONTEXT(scope, (pair)->context->handle, (status), (call)); \
         Py_END_ALLOW_THREADS \
         if ((status) == CUDA_SUCCESS) { \
-            ledger_commit(ledger, (pair)->context, &ticket, Py_NewRef((pair)->dest.hold), \
-                          Py_NewRef((pair)->src.hold)); \
+            ledger_commit(ledger, (pair)->context, &ticket, \
+                          Py_NewRef((pair)->dest.hold), Py_NewRef((pair)->src.hold)); \
         } \
         else { \
             ledger_cancel(ledger, &ticket); \
@@ -265,8 +295,8 @@ copy_device(PyObject *module, const Signature *signature, int asynchronous,
                        driver.MemcpyDtoD(pair.dest.ptr, pair.src.ptr, size));
             Py_END_ALLOW_THREADS
             if (status != CUDA_SUCCESS) {
-                raise_cuda(state, scope_call(&scope, "cuMemcpyDtoD"), status, "%zu bytes",
-                           size);
+                raise_cuda(state, scope_call(&scope, "cuMemcpyDtoD"), status,
+                           "%zu bytes", size);
             }
         }
         if (status != CUDA_SUCCESS) {
@@ -280,7 +310,8 @@ done:
 }
 
 static PyObject *
-memcpy_dtod(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+memcpy_dtod(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+            PyObject *kwnames)
 {
     static const char *const names[] = {"dest", "src", "size", NULL};
     static const Signature signature = {"memcpy_dtod", names, 2, 3};
@@ -298,7 +329,8 @@ memcpy_dtod_async(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
 
 /* Bytes from the first to the last row's end. Return 0, or -1 with ValueError set. */
 static int
-pitched_extent(const char *role, size_t pitch, size_t width, size_t height, size_t *extent)
+pitched_extent(const char *role, size_t pitch, size_t width, size_t height,
+               size_t *extent)
 {
     if (pitch < width) {
         PyErr_Format(PyExc_ValueError, "%s_pitch %zu is less than the width %zu", role,
@@ -367,22 +399,25 @@ done:
 
 PyMethodDef copy_functions[] = {
     {"memcpy_htod", FASTCALL(memcpy_htod),
-     PyDoc_STR("memcpy_htod($module, /, dest, src)\n--\n\n"
-               "Copy all of src (C-contiguous host memory) to the device.\n\n"
-               "On the NULL stream; src may be changed when the call returns.\n\n"
-               "Raises ValueError if dest is smaller or src not C-contiguous, TypeError "
-               "for objects and foreign byte order.")},
+     PyDoc_STR(
+         "memcpy_htod($module, /, dest, src)\n--\n\n"
+         "Copy all of src (C-contiguous host memory) to the device.\n\n"
+         "On the NULL stream; src may be changed when the call returns.\n\n"
+         "Raises ValueError if dest is smaller or src not C-contiguous, TypeError "
+         "for objects and foreign byte order.")},
     {"memcpy_htod_async", FASTCALL(memcpy_htod_async),
-     PyDoc_STR("memcpy_htod_async($module, /, dest, src, stream=None)\n--\n\n"
-               "Queue a copy of all of src (page-locked) to the device.\n\n"
-               "Both ends are kept alive until it is done; src must not be changed until "
-               "then.\n\n"
-               "Raises ValueError if src is not page-locked or not C-contiguous, if dest "
-               "is smaller, or stream or dest of another context.")},
+     PyDoc_STR(
+         "memcpy_htod_async($module, /, dest, src, stream=None)\n--\n\n"
+         "Queue a copy of all of src (page-locked) to the device.\n\n"
+         "Both ends are kept alive until it is done; src must not be changed until "
+         "then.\n\n"
+         "Raises ValueError if src is not page-locked or not C-contiguous, if dest "
+         "is smaller, or stream or dest of another context.")},
     {"memcpy_dtoh", FASTCALL(memcpy_dtoh),
-     PyDoc_STR("memcpy_dtoh($module, /, dest, src)\n--\n\n"
-               "Fill dest (writable, C-contiguous host memory) from the device, and wait.\n\n"
-               "Raises ValueError if src is smaller or dest not C-contiguous or read-only.")},
+     PyDoc_STR(
+         "memcpy_dtoh($module, /, dest, src)\n--\n\n"
+         "Fill dest (writable, C-contiguous host memory) from the device, and wait.\n\n"
+         "Raises ValueError if src is smaller or dest not C-contiguous or read-only.")},
     {"memcpy_dtoh_async", FASTCALL(memcpy_dtoh_async),
      PyDoc_STR("memcpy_dtoh_async($module, /, dest, src, stream=None)\n--\n\n"
                "Queue a copy from the device that fills dest (page-locked).\n\n"
@@ -394,12 +429,14 @@ PyMethodDef copy_functions[] = {
                "wait.\n\n"
                "size is all of src, where neither end is a bare address.")},
     {"memcpy_dtod_async", FASTCALL(memcpy_dtod_async),
-     PyDoc_STR("memcpy_dtod_async($module, /, dest, src, size=None, stream=None)\n--\n\n"
-               "Queue a copy of `size` bytes on the device.\n\n"
-               "Both ends are kept alive until it is done.")},
+     PyDoc_STR(
+         "memcpy_dtod_async($module, /, dest, src, size=None, stream=None)\n--\n\n"
+         "Queue a copy of `size` bytes on the device.\n\n"
+         "Both ends are kept alive until it is done.")},
     {"memcpy_dtod_2d_async", FASTCALL(memcpy_dtod_2d_async),
-     PyDoc_STR("memcpy_dtod_2d_async($module, /, dest, dest_pitch, src, src_pitch, width, "
-               "height, stream=None)\n--\n\n"
-               "Queue a copy of `height` rows of `width` bytes, `pitch` bytes apart.")},
+     PyDoc_STR(
+         "memcpy_dtod_2d_async($module, /, dest, dest_pitch, src, src_pitch, width, "
+         "height, stream=None)\n--\n\n"
+         "Queue a copy of `height` rows of `width` bytes, `pitch` bytes apart.")},
     {NULL, NULL, 0, NULL},
 };

@@ -2,8 +2,7 @@
 #include "binding.h"
 
 typedef struct {
-    PyObject_HEAD
-    int ordinal;
+    PyObject_HEAD int ordinal;
     CUdevice device;
 } DeviceObject;
 
@@ -82,7 +81,8 @@ Device_attribute(PyObject *op, PyObject *argument)
         return NULL;
     }
     if (number < 0 || number > INT_MAX) {
-        return PyErr_Format(PyExc_ValueError, "there is no device attribute %ld", number);
+        return PyErr_Format(PyExc_ValueError, "there is no device attribute %ld",
+                            number);
     }
     if (get_attribute((DeviceObject *)op, (int)number, &value) < 0) {
         return NULL;
@@ -123,7 +123,8 @@ Device_get_total_memory(PyObject *op, void *Py_UNUSED(closure))
     }
     CUresult status = driver.DeviceTotalMem(&bytes, self->device);
     if (status != CUDA_SUCCESS) {
-        return raise_cuda(state, "cuDeviceTotalMem", status, "device %d", self->ordinal);
+        return raise_cuda(state, "cuDeviceTotalMem", status, "device %d",
+                          self->ordinal);
     }
     return PyLong_FromSize_t(bytes);
 }
@@ -188,21 +189,23 @@ static PyMethodDef Device_methods[] = {
 
 static PyGetSetDef Device_getset[] = {
     {"ordinal", Device_get_ordinal, NULL, PyDoc_STR("Its number, from 0."), NULL},
-    {"name", Device_get_name, NULL, PyDoc_STR("Its name, as the driver gives it."), NULL},
+    {"name", Device_get_name, NULL, PyDoc_STR("Its name, as the driver gives it."),
+     NULL},
     {"total_memory", Device_get_total_memory, NULL, PyDoc_STR("Its memory in bytes."),
      NULL},
     {"compute_capability", Device_get_compute_capability, NULL,
      PyDoc_STR("(major, minor)."), NULL},
-    {"pci_bus_id", Device_get_pci_bus_id, NULL, PyDoc_STR("domain:bus:device.function."),
-     NULL},
+    {"pci_bus_id", Device_get_pci_bus_id, NULL,
+     PyDoc_STR("domain:bus:device.function."), NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot Device_slots[] = {
-    {Py_tp_doc, PyDoc_STR("Device(ordinal=0)\n--\n\n"
-                          "A CUDA device.\n\n"
-                          "Raises ValueError if there is no such device, DriverError if "
-                          "there is no driver or no device at all.")},
+    {Py_tp_doc,
+     PyDoc_STR("Device(ordinal=0)\n--\n\n"
+               "A CUDA device.\n\n"
+               "Raises ValueError if there is no such device, DriverError if "
+               "there is no driver or no device at all.")},
     {Py_tp_new, Device_new},
     {Py_tp_dealloc, Device_dealloc},
     {Py_tp_repr, Device_repr},

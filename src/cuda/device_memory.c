@@ -83,7 +83,8 @@ mem_alloc(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *k
         size_t free_bytes = 0, total = 0;
         CUresult told;
         Scope other;
-        IN_CONTEXT(other, context->handle, told, driver.MemGetInfo(&free_bytes, &total));
+        IN_CONTEXT(other, context->handle, told,
+                   driver.MemGetInfo(&free_bytes, &total));
         if (told == CUDA_SUCCESS) {
             raise_cuda(state, scope_call(&scope, "cuMemAlloc"), status,
                        "%zu bytes asked for, %zu of the device's %zu are free", nbytes,
@@ -105,7 +106,8 @@ done:
 }
 
 static PyObject *
-mem_get_info(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
+mem_get_info(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+             PyObject *kwnames)
 {
     static const char *const names[] = {"context", NULL};
     static const Signature signature = {"mem_get_info", names, 0, 1};
@@ -136,10 +138,13 @@ DeviceMemory_free(PyObject *op, PyObject *Py_UNUSED(ignored))
     DeviceMemoryObject *self = (DeviceMemoryObject *)op;
     ModuleState *state = state_of(self);
     const char *call;
-    if (guard_close(&self->guard) && self->ptr != 0) {
-        if (driver_ready(state) < 0) {
-            return NULL;
-        }
+    if (guard_is_closed(&self->guard)) {
+        Py_RETURN_NONE;
+    }
+    if (self->ptr != 0 && driver_ready(state) < 0) {
+        return NULL;
+    }
+    if (guard_close(&self->guard)) {
         CUresult status = device_memory_destroy(self, &call);
         if (status != CUDA_SUCCESS && !context_is_gone(status)) {
             return raise_cuda(state, call, status, "%zu bytes", self->nbytes);
@@ -191,8 +196,8 @@ DeviceMemory_get_interface(PyObject *op, void *Py_UNUSED(closure))
         return raise_closed("DeviceMemory");
     }
     return Py_BuildValue("{s(K)sss(KO)sOsi}", "shape", (unsigned long long)self->nbytes,
-                         "typestr", "|u1", "data", (unsigned long long)self->ptr, Py_False,
-                         "strides", Py_None, "version", 3);
+                         "typestr", "|u1", "data", (unsigned long long)self->ptr,
+                         Py_False, "strides", Py_None, "version", 3);
 }
 
 static PyObject *
@@ -225,6 +230,10 @@ DeviceMemory_dealloc(PyObject *op)
     save_error(&saved);
     CUresult status = device_memory_destroy(self, &call);
     report_unraisable(self, call, status);
+    if (self->ptr != 0) { /* lost, but no object of ours any more */
+        live.device_memory--;
+        live.device_bytes -= (Py_ssize_t)self->nbytes;
+    }
     Py_CLEAR(self->context);
     restore_error(&saved);
     type->tp_free(op);

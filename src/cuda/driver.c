@@ -5,8 +5,9 @@
  * (cuInit), so it runs without the GIL, under a mutex of its own.
  *
  * After a fork the driver's threads and device mappings are not in the child. The fork
- * handler marks the table unusable there: each call then ends in ForkError, and deallocs
- * leave the driver alone. A flag, because getpid() would cost a system call each time. */
+ * handler marks the table unusable there: each call then ends in ForkError, and
+ * deallocs leave the driver alone. A flag, because getpid() would cost a system call
+ * each time. */
 #include "binding.h"
 
 #include <dlfcn.h>
@@ -69,8 +70,8 @@ fill_table(void *library, Opening *result)
     { \
         void *entry = NULL; \
         CUdriverProcAddressQueryResult found; \
-        CUresult status = get("cu" #name, &entry, version, \
-                              CU_GET_PROC_ADDRESS_DEFAULT, &found); \
+        CUresult status = \
+            get("cu" #name, &entry, version, CU_GET_PROC_ADDRESS_DEFAULT, &found); \
         if (status != CUDA_SUCCESS || entry == NULL) { \
             snprintf(result->detail, sizeof(result->detail), "cu" #name); \
             return 0; \
@@ -143,9 +144,10 @@ driver_open(ModuleState *state)
                     driver_library_name(), result.detail);
         return -1;
     case TOO_OLD:
-        raise_plain(state->DriverError, "cuGetProcAddress", "DRIVER_TOO_OLD",
-                    "%s has no %s: the driver is older than CUDA 12; install a newer one",
-                    driver_library_name(), result.detail);
+        raise_plain(
+            state->DriverError, "cuGetProcAddress", "DRIVER_TOO_OLD",
+            "%s has no %s: the driver is older than CUDA 12; install a newer one",
+            driver_library_name(), result.detail);
         return -1;
     case INIT_FAILED:
         raise_cuda(state, "cuInit", result.status, NULL);

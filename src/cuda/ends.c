@@ -2,7 +2,8 @@
  * safe to give to the driver. Everything is checked here, before any driver call. */
 #include "binding.h"
 
-/* A native byte order can be told from the descriptor, but for the fields of a struct. */
+/* A native byte order can be told from the descriptor, but for the fields of a struct.
+ */
 static int
 is_native(PyArray_Descr *descr)
 {
@@ -26,9 +27,11 @@ check_dtype(const char *role, PyArray_Descr *descr, int native)
     }
     int good = native ? is_native(descr) : 1;
     if (good == 0) {
-        PyErr_Format(PyExc_TypeError,
-                     "%s: dtype %R is not in this machine's byte order; convert it with "
-                     "astype(dtype.newbyteorder('='))", role, descr);
+        PyErr_Format(
+            PyExc_TypeError,
+            "%s: dtype %R is not in this machine's byte order; convert it with "
+            "astype(dtype.newbyteorder('='))",
+            role, descr);
     }
     return good > 0 ? 0 : -1;
 }
@@ -38,12 +41,14 @@ static void
 raise_not_contiguous(const char *role, PyObject *object)
 {
     PyObject *shape = PyObject_GetAttrString(object, "shape");
-    PyObject *strides = shape == NULL ? NULL : PyObject_GetAttrString(object, "strides");
+    PyObject *strides =
+        shape == NULL ? NULL : PyObject_GetAttrString(object, "strides");
     if (strides != NULL) {
-        PyErr_Format(PyExc_ValueError,
-                     "%s is not C-contiguous: shape %R, strides %R; its bytes would arrive "
-                     "in another order (numpy.ascontiguousarray makes a copy that is)",
-                     role, shape, strides);
+        PyErr_Format(
+            PyExc_ValueError,
+            "%s is not C-contiguous: shape %R, strides %R; its bytes would arrive "
+            "in another order (numpy.ascontiguousarray makes a copy that is)",
+            role, shape, strides);
     }
     Py_XDECREF(shape);
     Py_XDECREF(strides);
@@ -52,8 +57,8 @@ raise_not_contiguous(const char *role, PyObject *object)
 /* ---- Host ---- */
 
 static int
-host_end_of_array(ModuleState *state, const char *role, PyArrayObject *array, int writable,
-                  HostEnd *end)
+host_end_of_array(ModuleState *state, const char *role, PyArrayObject *array,
+                  int writable, HostEnd *end)
 {
     if (!PyArray_IS_C_CONTIGUOUS(array)) {
         raise_not_contiguous(role, (PyObject *)array);
@@ -105,9 +110,10 @@ host_end_of_buffer(const char *role, PyObject *object, int writable, HostEnd *en
     if (view == NULL) {
         if (PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Clear();
-            PyErr_Format(PyExc_TypeError,
-                         "%s must be a numpy array or another buffer in host memory, not %s",
-                         role, Py_TYPE(object)->tp_name);
+            PyErr_Format(
+                PyExc_TypeError,
+                "%s must be a numpy array or another buffer in host memory, not %s",
+                role, Py_TYPE(object)->tp_name);
         }
         return -1;
     }
@@ -119,8 +125,8 @@ host_end_of_buffer(const char *role, PyObject *object, int writable, HostEnd *en
     }
     else if (has_objects) {
         PyErr_Format(PyExc_TypeError,
-                     "%s: format '%s' holds Python objects: its bytes are pointers", role,
-                     buffer->format);
+                     "%s: format '%s' holds Python objects: its bytes are pointers",
+                     role, buffer->format);
     }
     else if (is_swapped) {
         PyErr_Format(PyExc_TypeError,
@@ -168,8 +174,10 @@ measure_interface(const char *role, PyObject *shape, PyObject *strides, size_t i
     if (!PyTuple_Check(shape) ||
         (strides != NULL && (!PyTuple_Check(strides) ||
                              PyTuple_GET_SIZE(strides) != PyTuple_GET_SIZE(shape)))) {
-        PyErr_Format(PyExc_TypeError, "%s: __cuda_array_interface__ has no valid shape and "
-                     "strides", role);
+        PyErr_Format(PyExc_TypeError,
+                     "%s: __cuda_array_interface__ has no valid shape and "
+                     "strides",
+                     role);
         return -1;
     }
     for (Py_ssize_t i = PyTuple_GET_SIZE(shape) - 1; i >= 0; i--) {
@@ -191,8 +199,8 @@ measure_interface(const char *role, PyObject *shape, PyObject *strides, size_t i
         }
     }
     if (!is_empty && !is_contiguous) {
-        PyErr_Format(PyExc_ValueError, "%s is not C-contiguous: shape %R, strides %R", role,
-                     shape, strides);
+        PyErr_Format(PyExc_ValueError, "%s is not C-contiguous: shape %R, strides %R",
+                     role, shape, strides);
         return -1;
     }
     *nbytes = is_empty ? 0 : total;
@@ -230,9 +238,9 @@ device_end_of_interface(const char *role, PyObject *interface, int writable,
     PyObject *mask = PyDict_GetItemString(interface, "mask");
     if (shape == NULL || typestr == NULL || data == NULL || !PyTuple_Check(data) ||
         PyTuple_GET_SIZE(data) != 2) {
-        PyErr_Format(PyExc_TypeError,
-                     "%s: __cuda_array_interface__ has no valid shape, typestr and data",
-                     role);
+        PyErr_Format(
+            PyExc_TypeError,
+            "%s: __cuda_array_interface__ has no valid shape, typestr and data", role);
         return -1;
     }
     if (mask != NULL && mask != Py_None) {
@@ -264,8 +272,8 @@ device_end_of_address(const char *role, PyObject *object, DeviceEnd *end)
 {
     PyNumberMethods *number = Py_TYPE(object)->tp_as_number;
     int is_address = PyIndex_Check(object) ||
-                     (number != NULL && number->nb_int != NULL && !PyFloat_Check(object) &&
-                      !PyArray_CheckScalar(object));
+                     (number != NULL && number->nb_int != NULL &&
+                      !PyFloat_Check(object) && !PyArray_CheckScalar(object));
     if (!is_address || PyArray_Check(object) || PyBool_Check(object)) {
         PyErr_Format(PyExc_TypeError,
                      "%s must be memory on the device (DeviceMemory, an object with "
@@ -387,8 +395,8 @@ int
 check_fits(const char *role, size_t nbytes, size_t needed)
 {
     if (needed > nbytes) {
-        PyErr_Format(PyExc_ValueError, "%s has %zu bytes, the copy needs %zu", role, nbytes,
-                     needed);
+        PyErr_Format(PyExc_ValueError, "%s has %zu bytes, the copy needs %zu", role,
+                     nbytes, needed);
         return -1;
     }
     return 0;

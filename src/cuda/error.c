@@ -17,12 +17,13 @@ set_error(PyObject *cls, const char *call, int code, const char *name, PyObject 
 }
 
 PyObject *
-raise_cuda(ModuleState *state, const char *call, CUresult status, const char *format, ...)
+raise_cuda(ModuleState *state, const char *call, CUresult status, const char *format,
+           ...)
 {
     const char *name = NULL;
     const char *words = NULL;
-    if (driver.GetErrorName == NULL || driver.GetErrorName(status, &name) != CUDA_SUCCESS ||
-        name == NULL) {
+    if (driver.GetErrorName == NULL ||
+        driver.GetErrorName(status, &name) != CUDA_SUCCESS || name == NULL) {
         name = "CUDA_ERROR_UNKNOWN_CODE";
     }
     PyObject *detail;
@@ -83,7 +84,8 @@ report_unraisable(void *self, const char *call, CUresult status)
     }
     ModuleState *state = state_of(self);
     if (state == NULL || state->CudaError == NULL) {
-        return; /* the module is being torn down */
+        PyErr_Clear(); /* the module is being torn down */
+        return;
     }
     raise_cuda(state, call, status, NULL);
     /* Not self: it has no references left, and a hook might keep it. */
@@ -119,7 +121,9 @@ restore_error(SavedError *saved)
 PyObject *
 refuse_pickling(PyObject *self, PyObject *Py_UNUSED(ignored))
 {
-    return PyErr_Format(PyExc_TypeError,
-                        "cannot pickle or copy '%s' object: it is a handle that belongs "
-                        "to this process", Py_TYPE(self)->tp_name);
+    return PyErr_Format(
+        PyExc_TypeError,
+        "cannot pickle or copy '%s' object: it is a handle that belongs "
+        "to this process",
+        Py_TYPE(self)->tp_name);
 }

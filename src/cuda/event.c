@@ -14,7 +14,8 @@ event_new(ModuleState *state, ContextObject *context, unsigned int flags)
     Scope scope;
     self->context = (ContextObject *)Py_NewRef((PyObject *)context);
     self->timing = (flags & CU_EVENT_DISABLE_TIMING) == 0;
-    IN_CONTEXT(scope, context->handle, status, driver.EventCreate(&self->handle, flags));
+    IN_CONTEXT(scope, context->handle, status,
+               driver.EventCreate(&self->handle, flags));
     if (status != CUDA_SUCCESS) {
         self->handle = NULL;
         raise_cuda(state, scope_call(&scope, "cuEventCreate"), status, NULL);
@@ -140,8 +141,8 @@ Event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     ModuleState *state = (ModuleState *)PyType_GetModuleState(type);
     PyObject *context_object = Py_None;
     int timing = 0, blocking_sync = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O$pp:Event", names, &context_object,
-                                     &timing, &blocking_sync)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O$pp:Event", names,
+                                     &context_object, &timing, &blocking_sync)) {
         return NULL;
     }
     ContextObject *context = context_argument(state, context_object);
@@ -209,11 +210,13 @@ Event_synchronize(PyObject *op, PyObject *Py_UNUSED(ignored))
         return NULL;
     }
     Py_BEGIN_ALLOW_THREADS
-    IN_CONTEXT(scope, self->context->handle, status, driver.EventSynchronize(self->handle));
+    IN_CONTEXT(scope, self->context->handle, status,
+               driver.EventSynchronize(self->handle));
     Py_END_ALLOW_THREADS
     event_leave(self);
     if (status != CUDA_SUCCESS) {
-        return raise_cuda(state, scope_call(&scope, "cuEventSynchronize"), status, NULL);
+        return raise_cuda(state, scope_call(&scope, "cuEventSynchronize"), status,
+                          NULL);
     }
     Py_RETURN_NONE;
 }
@@ -232,8 +235,10 @@ Event_elapsed_time(PyObject *op, PyObject *end_object)
                             Py_TYPE(end_object)->tp_name);
     }
     if (!self->timing || !end->timing) {
-        PyErr_Format(PyExc_ValueError, "the %s event has timing off; make it with "
-                     "Event(timing=True)", self->timing ? "end" : "start");
+        PyErr_Format(PyExc_ValueError,
+                     "the %s event has timing off; make it with "
+                     "Event(timing=True)",
+                     self->timing ? "end" : "start");
         return NULL;
     }
     if (event_enter_recorded(state, self) < 0) {
@@ -252,7 +257,8 @@ Event_elapsed_time(PyObject *op, PyObject *end_object)
                           "an event has not finished; call its synchronize() first");
     }
     if (status != CUDA_SUCCESS) {
-        return raise_cuda(state, scope_call(&scope, "cuEventElapsedTime"), status, NULL);
+        return raise_cuda(state, scope_call(&scope, "cuEventElapsedTime"), status,
+                          NULL);
     }
     return PyFloat_FromDouble((double)milliseconds);
 }
@@ -263,10 +269,13 @@ Event_close(PyObject *op, PyObject *Py_UNUSED(ignored))
     EventObject *self = (EventObject *)op;
     ModuleState *state = state_of(self);
     const char *call;
+    if (guard_is_closed(&self->guard)) {
+        Py_RETURN_NONE;
+    }
+    if (driver_ready(state) < 0) {
+        return NULL;
+    }
     if (guard_close(&self->guard)) {
-        if (driver_ready(state) < 0) {
-            return NULL;
-        }
         CUresult status = event_destroy(self, &call);
         if (status != CUDA_SUCCESS && !context_is_gone(status)) {
             return raise_cuda(state, call, status, NULL);
@@ -349,6 +358,7 @@ Event_dealloc(PyObject *op)
     save_error(&saved);
     CUresult status = event_destroy(self, &call);
     report_unraisable(self, call, status);
+    live.events -= self->handle != NULL; /* lost, but no object of ours any more */
     Py_CLEAR(self->context);
     restore_error(&saved);
     type->tp_free(op);
@@ -357,10 +367,11 @@ Event_dealloc(PyObject *op)
 
 static PyMethodDef Event_methods[] = {
     {"record", FASTCALL(Event_record),
-     PyDoc_STR("record($self, stream=None)\n--\n\n"
-               "Record the event behind all work issued so far on a stream; return it.\n\n"
-               "None is the NULL stream of the event's context.\n\n"
-               "Raises ValueError if the stream is closed or of another context.")},
+     PyDoc_STR(
+         "record($self, stream=None)\n--\n\n"
+         "Record the event behind all work issued so far on a stream; return it.\n\n"
+         "None is the NULL stream of the event's context.\n\n"
+         "Raises ValueError if the stream is closed or of another context.")},
     {"query", Event_query, METH_NOARGS,
      PyDoc_STR("query($self, /)\n--\n\n"
                "Return whether what was recorded is done.\n\n"
@@ -370,10 +381,11 @@ static PyMethodDef Event_methods[] = {
                "Wait for what was recorded, with the GIL released.\n\n"
                "Raises ValueError if the event was never recorded.")},
     {"elapsed_time", Event_elapsed_time, METH_O,
-     PyDoc_STR("elapsed_time($self, end, /)\n--\n\n"
-               "Return the milliseconds from this event to `end`.\n\n"
-               "Raises ValueError if one has timing off or was never recorded, CudaError "
-               "(CUDA_ERROR_NOT_READY) if one has not finished.")},
+     PyDoc_STR(
+         "elapsed_time($self, end, /)\n--\n\n"
+         "Return the milliseconds from this event to `end`.\n\n"
+         "Raises ValueError if one has timing off or was never recorded, CudaError "
+         "(CUDA_ERROR_NOT_READY) if one has not finished.")},
     {"close", Event_close, METH_NOARGS,
      PyDoc_STR("close($self, /)\n--\n\nDestroy the event. Twice is harmless.")},
     {"__enter__", Event_enter, METH_NOARGS,
@@ -394,8 +406,9 @@ static PyGetSetDef Event_getset[] = {
 };
 
 static PyType_Slot Event_slots[] = {
-    {Py_tp_doc, PyDoc_STR("Event(context=None, *, timing=False, blocking_sync=False)\n--\n\n"
-                          "A mark in a stream's work, to wait for or to measure from.")},
+    {Py_tp_doc,
+     PyDoc_STR("Event(context=None, *, timing=False, blocking_sync=False)\n--\n\n"
+               "A mark in a stream's work, to wait for or to measure from.")},
     {Py_tp_new, Event_new},
     {Py_tp_dealloc, Event_dealloc},
     {Py_tp_traverse, Event_traverse},

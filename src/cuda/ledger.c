@@ -3,8 +3,8 @@
  *
  * A fence is such an event. Small copies share one (an event costs a twelfth of a small
  * copy), large ones get their own at once, so that their memory is not held longer than
- * it must be. Events are used again: in the steady state nothing is created, and a small
- * copy makes 2/16 of a driver call for its book-keeping.
+ * it must be. Events are used again: in the steady state nothing is created, and a
+ * small copy makes 2/16 of a driver call for its book-keeping.
  *
  * All of it runs under the GIL. Dropping a reference may run any code, this ledger's
  * included, so each loop takes its entry out before it drops it and reads the ledger
@@ -19,7 +19,9 @@ keep_event(Ledger *ledger, CUevent event)
         ledger->spare[ledger->spares++] = event;
     }
     else {
-        (void)driver.EventDestroy(event);
+        if (driver_usable()) { /* not in a forked child */
+            (void)driver.EventDestroy(event);
+        }
         live.fences--;
     }
 }
@@ -127,8 +129,8 @@ ledger_poll(Ledger *ledger, ContextObject *context)
 }
 
 int
-ledger_reserve(ModuleState *state, Ledger *ledger, ContextObject *context, size_t nbytes,
-               Ticket *ticket)
+ledger_reserve(ModuleState *state, Ledger *ledger, ContextObject *context,
+               size_t nbytes, Ticket *ticket)
 {
     CUresult status;
     Scope scope;
@@ -210,16 +212,18 @@ ledger_cancel(Ledger *ledger, Ticket *ticket)
 }
 
 CUresult
-ledger_drain(Ledger *ledger, ContextObject *context)
+ledger_drain(Ledger *ledger, ContextObject *context, const char **call)
 {
     CUresult status = CUDA_SUCCESS;
-    Scope scope;
+    Scope scope = {0};
     uint64_t upto = ledger->tail;
     if (ledger->head != ledger->tail && driver_usable()) {
         Py_BEGIN_ALLOW_THREADS
-        IN_CONTEXT(scope, context->handle, status, driver.StreamSynchronize(ledger->stream));
+        IN_CONTEXT(scope, context->handle, status,
+                   driver.StreamSynchronize(ledger->stream));
         Py_END_ALLOW_THREADS
     }
+    *call = scope_call(&scope, "cuStreamSynchronize");
     /* Should the wait have failed: there is no better moment to come. */
     ledger_settle(ledger, upto);
     if (ledger->spares > 0 && driver_usable() &&

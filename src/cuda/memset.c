@@ -87,7 +87,8 @@ fill_memory(PyObject *module, const Fill *fill, PyObject *const *args, Py_ssize_
     if (fill->asynchronous) {
         ledger = stream.object != NULL ? &stream.object->ledger
                                        : context_ledger(context, stream.handle);
-        if (ledger == NULL || ledger_reserve(state, ledger, context, nbytes, &ticket) < 0) {
+        if (ledger == NULL ||
+            ledger_reserve(state, ledger, context, nbytes, &ticket) < 0) {
             goto done;
         }
     }
@@ -116,11 +117,12 @@ done:
 }
 
 static const char *const fill_names[] = {"dest", "value", "count", NULL};
-static const char *const fill_async_names[] = {"dest", "value", "count", "stream", NULL};
+static const char *const fill_async_names[] = {"dest", "value", "count", "stream",
+                                               NULL};
 
 #define FILL(name, names, most, width, asynchronous, call) \
-    static PyObject * \
-    name(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames) \
+    static PyObject *name(PyObject *module, PyObject *const *args, Py_ssize_t nargs, \
+                          PyObject *kwnames) \
     { \
         static const Fill fill = {{#name, names, 3, most}, width, asynchronous, call}; \
         return fill_memory(module, &fill, args, nargs, kwnames); \
@@ -138,10 +140,14 @@ FILL(memset_d32_async, fill_async_names, 4, 4, 1, "cuMemsetD32Async")
      PyDoc_STR("memset_d" #bits "($module, /, dest, value, count)\n--\n\n" \
                "Fill device memory with `count` elements of " bytes ", on the NULL " \
                "stream. The host does not wait.")}, \
-    {"memset_d" #bits "_async", FASTCALL(memset_d##bits##_async), \
-     PyDoc_STR("memset_d" #bits "_async($module, /, dest, value, count, stream=None)\n" \
-               "--\n\n" \
-               "Queue a fill of device memory with `count` elements of " bytes ".")}
+    { \
+        "memset_d" #bits "_async", FASTCALL(memset_d##bits##_async), \
+            PyDoc_STR("memset_d" #bits \
+                      "_async($module, /, dest, value, count, stream=None)\n" \
+                      "--\n\n" \
+                      "Queue a fill of device memory with `count` elements of " bytes \
+                      ".") \
+    }
 
 PyMethodDef memset_functions[] = {
     FILL_ENTRY(8, "1 byte"),

@@ -7,31 +7,24 @@ sysinfo(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     int version = driver_version_if_open();
     PyObject *driver_version = version ? PyLong_FromLong(version) : Py_NewRef(Py_None);
-    return Py_BuildValue(
-        "{s:s,s:O,s:i,s:N,s:s,s:i,s:s}",
-        "library", driver_library_name(),
-        "is_open", driver_usable() ? Py_True : Py_False,
-        "compiled_cuda_version", CUDA_VERSION,
-        "driver_version", driver_version,
-        "compiled_python_version", PY_VERSION,
-        "compiled_numpy_abi", (int)NPY_VERSION,
-        "oldest_numpy", NPY_FEATURE_VERSION_STRING);
+    return Py_BuildValue("{s:s,s:O,s:i,s:N,s:s,s:i,s:s}", "library",
+                         driver_library_name(), "is_open",
+                         driver_usable() ? Py_True : Py_False, "compiled_cuda_version",
+                         CUDA_VERSION, "driver_version", driver_version,
+                         "compiled_python_version", PY_VERSION, "compiled_numpy_abi",
+                         (int)NPY_VERSION, "oldest_numpy", NPY_FEATURE_VERSION_STRING);
 }
 
 static PyObject *
 live_objects(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     return Py_BuildValue(
-        "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}",
-        "contexts", (Py_ssize_t)live.contexts,
-        "streams", (Py_ssize_t)live.streams,
-        "events", (Py_ssize_t)live.events,
-        "fences", (Py_ssize_t)live.fences,
-        "device_memory", (Py_ssize_t)live.device_memory,
-        "device_bytes", (Py_ssize_t)live.device_bytes,
-        "page_locked_blocks", (Py_ssize_t)live.page_locked_blocks,
-        "page_locked_bytes", (Py_ssize_t)live.page_locked_bytes,
-        "registered", (Py_ssize_t)live.registered,
+        "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "contexts",
+        (Py_ssize_t)live.contexts, "streams", (Py_ssize_t)live.streams, "events",
+        (Py_ssize_t)live.events, "fences", (Py_ssize_t)live.fences, "device_memory",
+        (Py_ssize_t)live.device_memory, "device_bytes", (Py_ssize_t)live.device_bytes,
+        "page_locked_blocks", (Py_ssize_t)live.page_locked_blocks, "page_locked_bytes",
+        (Py_ssize_t)live.page_locked_bytes, "registered", (Py_ssize_t)live.registered,
         "in_flight", (Py_ssize_t)live.in_flight);
 }
 
@@ -40,10 +33,11 @@ static PyMethodDef module_functions[] = {
      PyDoc_STR("sysinfo($module, /)\n--\n\n"
                "Return facts for a bug report, as a dict. Does not open the driver.")},
     {"live_objects", live_objects, METH_NOARGS,
-     PyDoc_STR("live_objects($module, /)\n--\n\n"
-               "Return how many objects of each kind, and bytes, are held, as a dict.\n\n"
-               "in_flight counts copies whose ends are still held; fences are events that "
-               "tell when they are done.")},
+     PyDoc_STR(
+         "live_objects($module, /)\n--\n\n"
+         "Return how many objects of each kind, and bytes, are held, as a dict.\n\n"
+         "in_flight counts copies whose ends are still held; fences are events that "
+         "tell when they are done.")},
     {NULL, NULL, 0, NULL},
 };
 
@@ -75,9 +69,10 @@ add_errors(PyObject *module, ModuleState *state)
     int result = 0;
     for (size_t i = 0; i < Py_ARRAY_LENGTH(classes) && result == 0; i++) {
         *classes[i].place = PyObject_GetAttrString(errors, classes[i].name);
-        result = *classes[i].place == NULL
-                     ? -1
-                     : PyModule_AddObjectRef(module, classes[i].name, *classes[i].place);
+        result =
+            *classes[i].place == NULL
+                ? -1
+                : PyModule_AddObjectRef(module, classes[i].name, *classes[i].place);
     }
     Py_DECREF(errors);
     return result;
@@ -87,8 +82,9 @@ static int
 module_exec(PyObject *module)
 {
     ModuleState *state = module_state(module);
-    PyMethodDef *functions[] = {module_functions,     device_functions, device_memory_functions,
-                                pagelocked_functions, copy_functions,   memset_functions};
+    PyMethodDef *functions[] = {module_functions,        device_functions,
+                                device_memory_functions, pagelocked_functions,
+                                copy_functions,          memset_functions};
     if (PyArray_ImportNumPyAPI() < 0 || add_errors(module, state) < 0) {
         return -1;
     }
@@ -181,8 +177,9 @@ static PyModuleDef_Slot module_slots[] = {
 static struct PyModuleDef module_definition = {
     PyModuleDef_HEAD_INIT,
     .m_name = "brainstorm_dbuf._cuda",
-    .m_doc = PyDoc_STR("The CUDA Driver API: contexts, streams, events, memory, copies.\n\n"
-                       "The driver is opened at the first call that needs it."),
+    .m_doc =
+        PyDoc_STR("The CUDA Driver API: contexts, streams, events, memory, copies.\n\n"
+                  "The driver is opened at the first call that needs it."),
     .m_size = sizeof(ModuleState),
     .m_slots = module_slots,
     .m_traverse = module_traverse,

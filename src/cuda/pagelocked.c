@@ -1,8 +1,8 @@
 /* Page-locked host memory: what an asynchronous copy needs on the host's side.
  *
- * PageLockedMemory owns a block of cuMemHostAlloc and is the base of the arrays over it;
- * RegisteredMemory page-locks an array that exists already. Both go with their last view,
- * or with the last copy in flight, on whatever thread that happens. */
+ * PageLockedMemory owns a block of cuMemHostAlloc and is the base of the arrays over
+ * it; RegisteredMemory page-locks an array that exists already. Both go with their last
+ * view, or with the last copy in flight, on whatever thread that happens. */
 #include "binding.h"
 
 /* Where empty arrays point to: NumPy wants an address, the driver gives none. */
@@ -69,8 +69,8 @@ static CUresult
 ask_one(const char *ptr, int *is_locked)
 {
     unsigned int type = 0;
-    CUresult status = driver.PointerGetAttribute(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
-                                                 (CUdeviceptr)(uintptr_t)ptr);
+    CUresult status = driver.PointerGetAttribute(
+        &type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, (CUdeviceptr)(uintptr_t)ptr);
     *is_locked = status == CUDA_SUCCESS && type == CU_MEMORYTYPE_HOST;
     return status == CUDA_ERROR_INVALID_VALUE ? CUDA_SUCCESS : status;
 }
@@ -89,7 +89,8 @@ pagelocked_ask(const void *ptr, size_t nbytes, int *is_locked)
 
 /* nbytes from cuMemHostAlloc; 0 bytes make no driver call. New reference or NULL. */
 static PageLockedMemoryObject *
-block_new(ModuleState *state, size_t nbytes, unsigned int flags, PyObject *context_object)
+block_new(ModuleState *state, size_t nbytes, unsigned int flags,
+          PyObject *context_object)
 {
     ContextObject *context = NULL;
     if (nbytes > 0 || (context_object != NULL && context_object != Py_None)) {
@@ -113,7 +114,8 @@ block_new(ModuleState *state, size_t nbytes, unsigned int flags, PyObject *conte
     CUresult status;
     Scope scope;
     Py_BEGIN_ALLOW_THREADS
-    IN_CONTEXT(scope, context->handle, status, driver.MemHostAlloc(&ptr, nbytes, flags));
+    IN_CONTEXT(scope, context->handle, status,
+               driver.MemHostAlloc(&ptr, nbytes, flags));
     Py_END_ALLOW_THREADS
     if (status != CUDA_SUCCESS) {
         raise_cuda(state, scope_call(&scope, "cuMemHostAlloc"), status,
@@ -159,7 +161,8 @@ static int
 PageLockedMemory_traverse(PyObject *op, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(op));
-    Py_VISIT(((PageLockedMemoryObject *)op)->context); /* until dealloc, which needs it */
+    Py_VISIT(
+        ((PageLockedMemoryObject *)op)->context); /* until dealloc, which needs it */
     return 0;
 }
 
@@ -194,15 +197,17 @@ static PyMethodDef PageLockedMemory_methods[] = {
 
 static PyGetSetDef PageLockedMemory_getset[] = {
     {"ptr", PageLockedMemory_get_ptr, NULL, PyDoc_STR("Its address, as an int."), NULL},
-    {"nbytes", PageLockedMemory_get_nbytes, NULL, PyDoc_STR("Its size in bytes."), NULL},
+    {"nbytes", PageLockedMemory_get_nbytes, NULL, PyDoc_STR("Its size in bytes."),
+     NULL},
     {"context", PageLockedMemory_get_context, NULL,
      PyDoc_STR("Its Context; None for 0 bytes."), NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
 static PyType_Slot PageLockedMemory_slots[] = {
-    {Py_tp_doc, PyDoc_STR("The memory of a pagelocked_empty() array: the array's base.\n\n"
-                          "Freed with its last view or copy in flight.")},
+    {Py_tp_doc,
+     PyDoc_STR("The memory of a pagelocked_empty() array: the array's base.\n\n"
+               "Freed with its last view or copy in flight.")},
     {Py_tp_dealloc, PageLockedMemory_dealloc},
     {Py_tp_traverse, PageLockedMemory_traverse},
     {Py_tp_repr, PageLockedMemory_repr},
@@ -237,7 +242,8 @@ count_bytes(int ndim, const npy_intp *dims, npy_intp itemsize, size_t *nbytes)
         is_too_big |= dims[i] != 0 && __builtin_mul_overflow(total, dims[i], &total);
     }
     if (is_too_big) {
-        PyErr_SetString(PyExc_ValueError, "shape has more bytes than an address can count");
+        PyErr_SetString(PyExc_ValueError,
+                        "shape has more bytes than an address can count");
         return -1;
     }
     *nbytes = is_empty ? 0 : (size_t)total;
@@ -246,8 +252,8 @@ count_bytes(int ndim, const npy_intp *dims, npy_intp itemsize, size_t *nbytes)
 
 /* An array over a new block. Steals descr. */
 static PyObject *
-array_new(ModuleState *state, int ndim, npy_intp *dims, PyArray_Descr *descr, int fortran,
-          unsigned int flags, PyObject *context_object, int zeroed)
+array_new(ModuleState *state, int ndim, npy_intp *dims, PyArray_Descr *descr,
+          int fortran, unsigned int flags, PyObject *context_object, int zeroed)
 {
     size_t nbytes;
     PageLockedMemoryObject *block = NULL;
@@ -274,7 +280,8 @@ array_new(ModuleState *state, int ndim, npy_intp *dims, PyArray_Descr *descr, in
     /* NumPy derives the strides; descr is stolen, whatever happens. */
     PyObject *array = PyArray_NewFromDescr(
         &PyArray_Type, descr, ndim, dims, NULL, nbytes > 0 ? block->ptr : no_bytes,
-        NPY_ARRAY_WRITEABLE | (fortran ? NPY_ARRAY_F_CONTIGUOUS : NPY_ARRAY_C_CONTIGUOUS),
+        NPY_ARRAY_WRITEABLE |
+            (fortran ? NPY_ARRAY_F_CONTIGUOUS : NPY_ARRAY_C_CONTIGUOUS),
         NULL);
     if (array == NULL) {
         Py_DECREF(block);
@@ -338,8 +345,9 @@ order_argument(PyObject *object)
 
 /* pagelocked_empty and pagelocked_zeros. */
 static PyObject *
-array_from_arguments(PyObject *module, const Signature *signature, PyObject *const *args,
-                     Py_ssize_t nargs, PyObject *kwnames, int zeroed)
+array_from_arguments(PyObject *module, const Signature *signature,
+                     PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames,
+                     int zeroed)
 {
     enum { SHAPE, DTYPE, ORDER, MEM_FLAGS, CONTEXT, COUNT };
     ModuleState *state = module_state(module);
@@ -431,8 +439,8 @@ pagelocked_empty_like(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     PyArray_Descr *descr = PyArray_DESCR(array);
     Py_INCREF(descr);
     int fortran = PyArray_IS_F_CONTIGUOUS(array) && !PyArray_IS_C_CONTIGUOUS(array);
-    return array_new(module_state(module), PyArray_NDIM(array), PyArray_DIMS(array), descr,
-                     fortran, flags, given[2], 0);
+    return array_new(module_state(module), PyArray_NDIM(array), PyArray_DIMS(array),
+                     descr, fortran, flags, given[2], 0);
 }
 
 /* ---- RegisteredMemory ---- */
@@ -455,8 +463,9 @@ register_host_memory(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
         return NULL;
     }
     if (!PyArray_IS_C_CONTIGUOUS(array) && !PyArray_IS_F_CONTIGUOUS(array)) {
-        PyErr_SetString(PyExc_ValueError, "array is neither C- nor F-contiguous: only one "
-                                          "piece of memory can be page-locked");
+        PyErr_SetString(PyExc_ValueError,
+                        "array is neither C- nor F-contiguous: only one "
+                        "piece of memory can be page-locked");
         return NULL;
     }
     size_t nbytes = (size_t)PyArray_NBYTES(array);
@@ -624,6 +633,7 @@ RegisteredMemory_dealloc(PyObject *op)
     save_error(&saved);
     CUresult status = unregister(self, 0, &call);
     report_unraisable(self, call, status);
+    live.registered -= self->is_registered; /* lost, but no object of ours any more */
     Py_CLEAR(self->array);
     Py_CLEAR(self->context);
     restore_error(&saved);
@@ -633,16 +643,18 @@ RegisteredMemory_dealloc(PyObject *op)
 
 static PyMethodDef RegisteredMemory_methods[] = {
     {"unregister", RegisteredMemory_unregister, METH_NOARGS,
-     PyDoc_STR("unregister($self, /)\n--\n\n"
-               "Make the memory ordinary again, once all work in the context is done.\n\n"
-               "Twice is harmless; the array stays valid.")},
+     PyDoc_STR(
+         "unregister($self, /)\n--\n\n"
+         "Make the memory ordinary again, once all work in the context is done.\n\n"
+         "Twice is harmless; the array stays valid.")},
     REFUSE_PICKLING,
     {NULL, NULL, 0, NULL},
 };
 
 static PyGetSetDef RegisteredMemory_getset[] = {
     {"ptr", RegisteredMemory_get_ptr, NULL, PyDoc_STR("Its address, as an int."), NULL},
-    {"nbytes", RegisteredMemory_get_nbytes, NULL, PyDoc_STR("Its size in bytes."), NULL},
+    {"nbytes", RegisteredMemory_get_nbytes, NULL, PyDoc_STR("Its size in bytes."),
+     NULL},
     {"context", RegisteredMemory_get_context, NULL,
      PyDoc_STR("Its Context; None for 0 bytes."), NULL},
     {"array", RegisteredMemory_get_array, NULL,
@@ -673,22 +685,6 @@ PyType_Spec RegisteredMemory_spec = {
 
 /* ---- The question ---- */
 
-/* Where to ask from: page-locked memory is one for all contexts, so in a thread without
- * a current one any live context will do. New reference; NULL with CudaError set. */
-static ContextObject *
-context_to_ask_in(ModuleState *state)
-{
-    CUcontext current = NULL;
-    if (driver_ready(state) < 0) {
-        return NULL;
-    }
-    if (state->contexts != NULL && driver.CtxGetCurrent(&current) == CUDA_SUCCESS &&
-        current == NULL) {
-        return (ContextObject *)Py_NewRef((PyObject *)state->contexts);
-    }
-    return context_current(state);
-}
-
 static PyObject *
 is_pagelocked(PyObject *module, PyObject *object)
 {
@@ -705,7 +701,7 @@ is_pagelocked(PyObject *module, PyObject *object)
     if (first == end) {
         Py_RETURN_FALSE;
     }
-    ContextObject *context = context_to_ask_in(state);
+    ContextObject *context = context_any(state); /* page-locked for all */
     if (context == NULL) {
         return NULL;
     }
@@ -716,34 +712,40 @@ is_pagelocked(PyObject *module, PyObject *object)
                pagelocked_ask(first, (size_t)(end - first), &is_locked));
     Py_DECREF(context);
     if (status != CUDA_SUCCESS) {
-        return raise_cuda(state, scope_call(&scope, "cuPointerGetAttribute"), status, NULL);
+        return raise_cuda(state, scope_call(&scope, "cuPointerGetAttribute"), status,
+                          NULL);
     }
     return PyBool_FromLong(is_locked);
 }
 
 PyMethodDef pagelocked_functions[] = {
     {"pagelocked_empty", FASTCALL(pagelocked_empty),
-     PyDoc_STR("pagelocked_empty($module, /, shape, dtype=\"float32\", order=\"C\", "
-               "mem_flags=0, *, context=None)\n--\n\n"
-               "Return an array in page-locked memory; its contents are undefined.\n\n"
-               "mem_flags is a sum of HOST_ALLOC_PORTABLE, HOST_ALLOC_DEVICEMAP and "
-               "HOST_ALLOC_WRITECOMBINED.\n"
-               "The memory is freed with the last view or copy in flight.\n\n"
-               "Raises CudaMemoryError if there is not enough, TypeError for dtypes that "
-               "hold objects, ValueError for impossible shapes.")},
+     PyDoc_STR(
+         "pagelocked_empty($module, /, shape, dtype=\"float32\", order=\"C\", "
+         "mem_flags=0, *, context=None)\n--\n\n"
+         "Return an array in page-locked memory; its contents are undefined.\n\n"
+         "mem_flags is a sum of HOST_ALLOC_PORTABLE, HOST_ALLOC_DEVICEMAP and "
+         "HOST_ALLOC_WRITECOMBINED.\n"
+         "The memory is freed with the last view or copy in flight.\n\n"
+         "Raises CudaMemoryError if there is not enough, TypeError for dtypes that "
+         "hold objects, ValueError for impossible shapes.")},
     {"pagelocked_zeros", FASTCALL(pagelocked_zeros),
-     PyDoc_STR("pagelocked_zeros($module, /, shape, dtype=\"float32\", order=\"C\", "
-               "mem_flags=0, *, context=None)\n--\n\n"
-               "Return an array of zeros in page-locked memory: see pagelocked_empty().")},
+     PyDoc_STR(
+         "pagelocked_zeros($module, /, shape, dtype=\"float32\", order=\"C\", "
+         "mem_flags=0, *, context=None)\n--\n\n"
+         "Return an array of zeros in page-locked memory: see pagelocked_empty().")},
     {"pagelocked_empty_like", FASTCALL(pagelocked_empty_like),
-     PyDoc_STR("pagelocked_empty_like($module, /, array, mem_flags=0, *, context=None)\n"
-               "--\n\n"
-               "Return a page-locked array of the same shape, dtype and order.")},
+     PyDoc_STR(
+         "pagelocked_empty_like($module, /, array, mem_flags=0, *, context=None)\n"
+         "--\n\n"
+         "Return a page-locked array of the same shape, dtype and order.")},
     {"register_host_memory", FASTCALL(register_host_memory),
-     PyDoc_STR("register_host_memory($module, /, array, flags=0, *, context=None)\n--\n\n"
-               "Page-lock an array's memory where it lies; return a view that keeps it so.\n\n"
-               "The array must be C- or F-contiguous. The view's base has unregister().\n\n"
-               "Raises CudaError if it, or a part of it, is registered already.")},
+     PyDoc_STR(
+         "register_host_memory($module, /, array, flags=0, *, context=None)\n--\n\n"
+         "Page-lock an array's memory where it lies; return a view that keeps it "
+         "so.\n\n"
+         "The array must be C- or F-contiguous. The view's base has unregister().\n\n"
+         "Raises CudaError if it, or a part of it, is registered already.")},
     {"is_pagelocked", is_pagelocked, METH_O,
      PyDoc_STR("is_pagelocked($module, array, /)\n--\n\n"
                "Return whether an array lies in page-locked memory.")},

@@ -1,9 +1,9 @@
 /* Stream: ours (created and destroyed), another library's, or a context's NULL stream.
  *
- * close() waits for the copies in flight and destroys; with another thread inside a call
- * of the stream it only closes the door, and that thread destroys when it leaves. A
- * closed stream is refused by name: its handle never turns into 0, which would mean the
- * default stream. */
+ * close() waits for the copies in flight and destroys; with another thread inside a
+ * call of the stream it only closes the door, and that thread destroys when it leaves.
+ * A closed stream is refused by name: its handle never turns into 0, which would mean
+ * the default stream. */
 #include "binding.h"
 
 static StreamObject *
@@ -29,14 +29,14 @@ stream_new(ModuleState *state, CUstream handle, int is_ours, ContextObject *cont
 static CUresult
 stream_destroy(StreamObject *self, const char **call)
 {
-    CUresult status, waited = ledger_drain(&self->ledger, self->context);
+    CUresult status, waited = ledger_drain(&self->ledger, self->context, call);
     Scope scope;
-    *call = "cuStreamSynchronize";
     if (!self->is_ours || !driver_usable()) {
         return waited;
     }
     Py_BEGIN_ALLOW_THREADS
-    IN_CONTEXT(scope, self->context->handle, status, driver.StreamDestroy(self->handle));
+    IN_CONTEXT(scope, self->context->handle, status,
+               driver.StreamDestroy(self->handle));
     Py_END_ALLOW_THREADS
     if (status == CUDA_SUCCESS || context_is_gone(status)) {
         self->is_ours = 0;
@@ -111,20 +111,27 @@ resolve_handle(ModuleState *state, unsigned long long value, StreamRef *ref)
 static int
 resolve_protocol(ModuleState *state, PyObject *object, StreamRef *ref)
 {
-    PyObject *pair = PyObject_CallMethodNoArgs(object, state->str_cuda_stream);
-    if (pair == NULL) {
+    PyObject *method = PyObject_GetAttr(object, state->str_cuda_stream);
+    if (method == NULL) {
         if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
             PyErr_Clear();
             PyErr_Format(PyExc_TypeError,
-                         "stream must be a Stream, an object with __cuda_stream__, an int "
-                         "or None, not %s", Py_TYPE(object)->tp_name);
+                         "stream must be a Stream, an object with __cuda_stream__, an "
+                         "int or None, not %s",
+                         Py_TYPE(object)->tp_name);
         }
+        return -1;
+    }
+    PyObject *pair = PyObject_CallNoArgs(method);
+    Py_DECREF(method);
+    if (pair == NULL) {
         return -1;
     }
     int result = -1;
     unsigned long long value;
     if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
-        PyErr_SetString(PyExc_TypeError, "__cuda_stream__() must return (version, handle)");
+        PyErr_SetString(PyExc_TypeError,
+                        "__cuda_stream__() must return (version, handle)");
     }
     else if (address_argument("stream", PyTuple_GET_ITEM(pair, 1), &value) == 0) {
         result = resolve_handle(state, value, ref);
@@ -181,8 +188,8 @@ Stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     CUstream handle = NULL;
     CUresult status;
     Scope scope;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O$pi:Stream", names, &context_object,
-                                     &non_blocking, &priority)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O$pi:Stream", names,
+                                     &context_object, &non_blocking, &priority)) {
         return NULL;
     }
     ContextObject *context = context_argument(state, context_object);
@@ -196,7 +203,8 @@ Stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     Py_END_ALLOW_THREADS
     StreamObject *self = NULL;
     if (status != CUDA_SUCCESS) {
-        raise_cuda(state, scope_call(&scope, "cuStreamCreateWithPriority"), status, NULL);
+        raise_cuda(state, scope_call(&scope, "cuStreamCreateWithPriority"), status,
+                   NULL);
     }
     else {
         self = stream_new(state, handle, 1, context, NULL);
@@ -214,7 +222,8 @@ Stream_legacy(PyObject *type, PyObject *args, PyObject *kwargs)
     static char *names[] = {"context", NULL};
     ModuleState *state = (ModuleState *)PyType_GetModuleState((PyTypeObject *)type);
     PyObject *context_object = Py_None;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:legacy", names, &context_object)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:legacy", names,
+                                     &context_object)) {
         return NULL;
     }
     ContextObject *context = context_argument(state, context_object);
@@ -306,9 +315,11 @@ Stream_synchronize(PyObject *op, PyObject *Py_UNUSED(ignored))
     if (stream_enter(state, self) < 0) {
         return NULL;
     }
-    uint64_t upto = self->ledger.tail; /* what others issue meanwhile is not waited for */
+    uint64_t upto =
+        self->ledger.tail; /* what others issue meanwhile is not waited for */
     Py_BEGIN_ALLOW_THREADS
-    IN_CONTEXT(scope, self->context->handle, status, driver.StreamSynchronize(self->handle));
+    IN_CONTEXT(scope, self->context->handle, status,
+               driver.StreamSynchronize(self->handle));
     Py_END_ALLOW_THREADS
     if (status == CUDA_SUCCESS) {
         ledger_settle(&self->ledger, upto);
@@ -335,7 +346,8 @@ Stream_wait_event(PyObject *op, PyObject *event)
     if (stream_enter(state, self) < 0) {
         return NULL;
     }
-    int result = event_wait_on(state, (EventObject *)event, self->handle, self->context);
+    int result =
+        event_wait_on(state, (EventObject *)event, self->handle, self->context);
     stream_leave(self);
     if (result < 0) {
         return NULL;
@@ -368,7 +380,8 @@ Stream_record(PyObject *op, PyObject *const *args, Py_ssize_t nargs, PyObject *k
     else {
         result = (EventObject *)Py_NewRef(event);
     }
-    if (result != NULL && event_record(state, result, self->handle, self->context) < 0) {
+    if (result != NULL &&
+        event_record(state, result, self->handle, self->context) < 0) {
         Py_CLEAR(result);
     }
     stream_leave(self);
@@ -381,10 +394,13 @@ Stream_close(PyObject *op, PyObject *Py_UNUSED(ignored))
     StreamObject *self = (StreamObject *)op;
     ModuleState *state = state_of(self);
     const char *call;
+    if (guard_is_closed(&self->guard)) {
+        Py_RETURN_NONE;
+    }
+    if (driver_ready(state) < 0) {
+        return NULL;
+    }
     if (guard_close(&self->guard)) {
-        if (driver_ready(state) < 0) {
-            return NULL;
-        }
         CUresult status = stream_destroy(self, &call);
         if (status != CUDA_SUCCESS && !context_is_gone(status)) {
             return raise_cuda(state, call, status, NULL);
@@ -455,7 +471,8 @@ Stream_get_priority(PyObject *op, void *Py_UNUSED(closure))
                driver.StreamGetPriority(self->handle, &priority));
     stream_leave(self);
     if (status != CUDA_SUCCESS) {
-        return raise_cuda(state, scope_call(&scope, "cuStreamGetPriority"), status, NULL);
+        return raise_cuda(state, scope_call(&scope, "cuStreamGetPriority"), status,
+                          NULL);
     }
     return PyLong_FromLong(priority);
 }
@@ -470,7 +487,8 @@ Stream_repr(PyObject *op)
     if (self->handle == NULL) {
         return PyUnicode_FromFormat("<Stream legacy of %R>", self->context);
     }
-    return PyUnicode_FromFormat("<Stream %p of %R>", (void *)self->handle, self->context);
+    return PyUnicode_FromFormat("<Stream %p of %R>", (void *)self->handle,
+                                self->context);
 }
 
 /* ---- Life ---- */
@@ -491,7 +509,8 @@ Stream_clear(PyObject *op)
 {
     StreamObject *self = (StreamObject *)op;
     if (self->context != NULL) {
-        (void)ledger_drain(&self->ledger, self->context);
+        const char *call;
+        (void)ledger_drain(&self->ledger, self->context, &call);
     }
     Py_CLEAR(self->owner);
     return 0;
@@ -510,6 +529,7 @@ Stream_dealloc(PyObject *op)
         CUresult status = stream_destroy(self, &call);
         report_unraisable(self, call, status);
     }
+    live.streams -= self->is_ours; /* lost, but no object of ours any more */
     ledger_free(&self->ledger);
     Py_CLEAR(self->owner);
     Py_CLEAR(self->context);
@@ -542,8 +562,9 @@ static PyMethodDef Stream_methods[] = {
                "Record an event behind all work issued so far, and return it.\n\n"
                "Without one a new Event is made, without timing.")},
     {"close", Stream_close, METH_NOARGS,
-     PyDoc_STR("close($self, /)\n--\n\n"
-               "Wait for the copies in flight and destroy the stream. Twice is harmless.")},
+     PyDoc_STR(
+         "close($self, /)\n--\n\n"
+         "Wait for the copies in flight and destroy the stream. Twice is harmless.")},
     {"__enter__", Stream_enter, METH_NOARGS,
      PyDoc_STR("__enter__($self, /)\n--\n\nReturn the stream.")},
     {"__exit__", Stream_exit, METH_VARARGS,
@@ -567,9 +588,10 @@ static PyGetSetDef Stream_getset[] = {
 
 static PyType_Slot Stream_slots[] = {
     {Py_tp_doc,
-     PyDoc_STR("Stream(context=None, *, non_blocking=True, priority=0)\n--\n\n"
-               "A queue of work on the device.\n\n"
-               "A non-blocking stream is not ordered with the NULL stream: use events.")},
+     PyDoc_STR(
+         "Stream(context=None, *, non_blocking=True, priority=0)\n--\n\n"
+         "A queue of work on the device.\n\n"
+         "A non-blocking stream is not ordered with the NULL stream: use events.")},
     {Py_tp_new, Stream_new},
     {Py_tp_dealloc, Stream_dealloc},
     {Py_tp_traverse, Stream_traverse},

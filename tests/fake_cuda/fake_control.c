@@ -50,7 +50,7 @@ set_defaults(void)
     fake.driver_version = DEFAULT_DRIVER_VERSION;
     fake.device_count = 1;
     fake.mode = MODE_LATE;
-    fake.random = 0;
+    fake.random = fake.moods = fake.lanes = 0;
     fake.hold = 0;
     fake.staged_htod = false;
     fake.device_limit = (size_t)DEFAULT_DEVICE_LIMIT_GIB << 30;
@@ -105,6 +105,7 @@ fake_set_mode(int mode, uint64_t seed)
     lock();
     fake.mode = (enum mode)mode;
     fake.random = seed;
+    fake.moods = seed;
     if (fake.mode == MODE_EAGER) {
         queue_want_all();
     }

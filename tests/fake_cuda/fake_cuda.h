@@ -97,7 +97,7 @@ enum call {
 #define X(name, version, ceiling) CALL_##name,
     FAKE_ENTRIES(X)
 #undef X
-        CALL_COUNT
+    CALL_COUNT
 };
 
 enum mode { MODE_LATE, MODE_RANDOM, MODE_EAGER };
@@ -137,6 +137,7 @@ struct item {
     bool done;
     bool broken;             /* its memory was taken away while it was pending */
     struct context *context; /* borrowed, while pending */
+    uint64_t lane;           /* the number of its stream */
     struct item **waits_for; /* owned array of counted items */
     size_t waits_count, waits_room;
     uint64_t duration;  /* ns the device is busy with it */
@@ -160,6 +161,7 @@ struct stream {
     bool is_null;
     bool destroyed;  /* stays in the list until its last item is done */
     uint64_t thread; /* the owner of a per-thread default stream, else 0 */
+    uint64_t lane;   /* 1 for the first made since the reset, and so on */
     uint64_t hold;   /* ns that copies and memsets issued from now on take */
 };
 
@@ -206,7 +208,9 @@ struct fake {
 
     int driver_version, device_count;
     enum mode mode;
-    uint64_t random;
+    uint64_t random;  /* the state of the seeded sequence */
+    uint64_t moods;   /* random mode: which streams stand still for now */
+    uint64_t lanes;   /* streams made since the reset */
     uint64_t hold;    /* like stream.hold, for every stream */
     bool staged_htod; /* pageable cuMemcpyHtoD returns once the bytes are taken */
     size_t device_limit, page_locked_limit;
@@ -236,6 +240,7 @@ extern struct fake fake;
 
 /* fake_objects.c */
 void *allocate(size_t count, size_t size);
+uint64_t random_mix(uint64_t x);
 uint64_t random_number(void);
 CUresult context_create(int device, unsigned flags, bool primary, struct context **out);
 CUresult context_destroy(struct context *context);

@@ -31,14 +31,20 @@ allocate(size_t count, size_t size)
     return memory;
 }
 
+/* Return a number in which every bit depends on all bits of x. */
+uint64_t
+random_mix(uint64_t x)
+{
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+}
+
 /* Return the next number of the seeded sequence (splitmix64). */
 uint64_t
 random_number(void)
 {
-    uint64_t x = (fake.random += 0x9e3779b97f4a7c15u);
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-    return x ^ (x >> 31);
+    return random_mix(fake.random += 0x9e3779b97f4a7c15u);
 }
 
 /* --- handles --- */
@@ -199,6 +205,7 @@ context_create(int device, unsigned flags, bool primary, struct context **out)
     context->is_primary = primary;
     context->null_stream.context = context;
     context->null_stream.is_null = true;
+    context->null_stream.lane = ++fake.lanes;
     context->handle = handle_add(&fake.context_handles, context);
     context->next = fake.contexts;
     fake.contexts = context;
@@ -276,6 +283,7 @@ stream_new(struct context *context, unsigned flags, int priority)
     stream->context = context;
     stream->flags = flags;
     stream->priority = priority;
+    stream->lane = ++fake.lanes;
     stream->next = context->streams;
     context->streams = stream;
     return stream;

@@ -5,17 +5,18 @@
 
    - an item waits for the one before it in its stream;
    - in the NULL stream also for the last item of every blocking stream, and an item in
-   a blocking stream for the last one in the NULL stream. Non-blocking streams take no
+     a blocking stream for the last one in the NULL stream. Non-blocking streams take no
      part in that;
    - a wait for an event waits for the record that was the event's latest at that call.
      Recording the event again later changes nothing for it.
 
    An item runs once it is `wanted` and all it waits for is done. The modes differ only
    in who is wanted: late, what a thread waits for, with all that this needs; eager,
-   everything at once; random, a few ready items at each driver call. An item with a
-   duration is done that long after it could start; the waiting thread sleeps without
-   the lock, and whoever comes by after that time finishes it. An item's effect happens
-   all at once, at its end, under the lock.
+   everything at once; random, a few ready items at each driver call, of some streams
+   more than of others for a while. An item with a duration is done that long after it
+   could start; the waiting thread sleeps without the lock, and whoever comes by after
+   that time finishes it. An item's effect happens all at once, at its end, under the
+   lock.
 
    All functions are called with fake.lock held; those named queue_wait_ let go of it
    while they sleep. */
@@ -53,6 +54,7 @@ item_new(enum item_kind kind, struct stream *stream)
     item->refs = 1;
     item->kind = kind;
     item->context = stream->context;
+    item->lane = stream->lane;
     if (kind == ITEM_COPY || kind == ITEM_MEMSET) {
         item->duration = later(stream->hold, fake.hold);
     }
@@ -286,14 +288,22 @@ advance(void)
     }
 }
 
-/* Return the number of items that could run but are not wanted yet; store the one with
-   number `pick` among them. */
+/* Random mode: say whether the item's stream stands still for now. About half of them
+   do, until the next change of moods. */
+static bool
+item_stands_still(const struct item *item)
+{
+    return random_mix(fake.moods + item->lane * 0x9e3779b97f4a7c15u) % 2;
+}
+
+/* Return the number of items that random mode may start; store the one with number
+   `pick` among them. */
 static size_t
 count_idle(size_t pick, struct item **out)
 {
     size_t count = 0;
     for (struct item *item = fake.first_item; item != NULL; item = item->next) {
-        if (!item->wanted && item_ready(item)) {
+        if (!item->wanted && !item_stands_still(item) && item_ready(item)) {
             if (count++ == pick) {
                 *out = item;
             }
@@ -303,10 +313,14 @@ count_idle(size_t pick, struct item **out)
 }
 
 /* Let a random number of ready items run, each drawn at random: at half of the calls
-   none, else up to all there are. */
+   none, else up to all there are. Some streams stand still meanwhile, now these, now
+   those, so that one may fall far behind another. */
 static void
 random_steps(void)
 {
+    if (random_number() % 16 == 0) {
+        fake.moods = random_number();
+    }
     if (fake.pending == 0 || random_number() % 2) {
         return;
     }

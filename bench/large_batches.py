@@ -1,0 +1,192 @@
+"""Large images through PyCudaHandler: plain and double-buffered, beside the bound.
+
+Network: FullyConnected 256 and 10 classes over 256 images of 224x224x3 float32 (154 MB a
+minibatch), 45 updates, the loss read after each; the first 5 are warm-up (brainstorm and
+the feed allocate their buffers then), the time of the other 40 together is divided by 40.
+Rows: the data set in ordinary memory and in page-locked memory, each plain and
+double-buffered, in turn in one process; medians over the repetitions. Beside them the
+bound of the same run: the step alone (the inputs stay on the device) and the link alone
+(one page-locked minibatch copied to the device and waited for), medians over 40. The
+weights of all rows must be equal to the bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import brainstorm_dbuf as dbuf
+
+import brainstorm as bs
+import numpy as np
+from brainstorm.data_iterators import DataIterator, Minibatches
+
+CLASSES = 10
+WARM_UP = 5
+
+
+class Cycle(DataIterator):
+    """Pass over another iterator several times in one epoch."""
+
+    def __init__(self, iterator: DataIterator, times: int) -> None:
+        super().__init__(iterator.data_shapes, iterator.length * times)
+        self.iter, self.times = iterator, times
+
+    def __call__(self, handler=None):
+        for _ in range(self.times):
+            yield from self.iter(handler)
+
+
+def make_net(shape, handler):
+    bs.global_rnd.set_seed(1)
+    net = bs.tools.create_net_from_spec("classification", shape, CLASSES, "F256")
+    net.set_handler(handler)
+    return net
+
+
+class UpdateClock(bs.hooks.Hook):
+    """Note when each update ends."""
+
+    def __init__(self) -> None:
+        super().__init__(timescale="update")
+        self.ends: list[float] = []
+
+    def __call__(self, epoch_nr, update_nr, net, stepper, logs):
+        self.ends.append(time.perf_counter())
+
+
+def make_trainer(double_buffering):
+    trainer = dbuf.Trainer(
+        bs.training.MomentumStepper(0.001, 0.9),
+        verbose=False,
+        double_buffering=double_buffering,
+    )
+    trainer.add_hook(bs.hooks.StopAfterEpoch(1))
+    return trainer
+
+
+def time_training(data, options, make_handler, double_buffering):
+    net = make_net(options.shape, make_handler())
+    iterator = Minibatches(options.batch_size, shuffle=False, **data)
+    iterator = Cycle(iterator, (options.updates + WARM_UP) // options.distinct)
+    trainer = make_trainer(double_buffering)
+    clock = UpdateClock()
+    trainer.add_hook(clock)
+    trainer.train(net, iterator)
+    # The hook is also called once before the first update.
+    ends = clock.ends[1 + WARM_UP - 1 :]
+    seconds = (ends[-1] - ends[0]) / (len(ends) - 1)
+    return seconds, net.get("parameters"), trainer.feed_stats
+
+
+def time_step(data, options, make_handler):
+    """Return the seconds of an update whose inputs are there already."""
+    net = make_net(options.shape, make_handler())
+    stepper = bs.training.MomentumStepper(0.001, 0.9)
+    stepper.start(net)
+    batch = {name: array[:, : options.batch_size] for name, array in data.items()}
+    net.provide_external_data(batch)
+    times = []
+    for _ in range(options.updates):
+        started = time.perf_counter()
+        stepper.run()
+        net.get_loss_values()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def time_link(locked, options):
+    """Return the seconds of copying one page-locked minibatch to the device."""
+    source = locked["default"][0, : options.batch_size]
+    memory = dbuf.mem_alloc(source.nbytes)
+    stream = dbuf.Stream()
+    times = []
+    for _ in range(options.updates):
+        started = time.perf_counter()
+        dbuf.memcpy_htod_async(memory, source, stream)
+        stream.synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--batch-size", type=int, default=256)
+    parser.add_argument("--side", type=int, default=224)
+    parser.add_argument("--updates", type=int, default=40)
+    parser.add_argument("--distinct", type=int, default=9, help="minibatches held")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    options.shape = (options.side, options.side, 3)
+
+    problem = dbuf.compat.pycuda_problem()
+    if problem is not None:
+        raise SystemExit(f"PyCudaHandler cannot be used: {problem}")
+    from brainstorm.handlers import PyCudaHandler
+
+    samples = options.batch_size * options.distinct
+    rnd = np.random.default_rng(0)
+    ordinary = {
+        "default": rnd.random((1, samples, *options.shape), dtype=np.float32),
+        "targets": rnd.integers(0, CLASSES, (1, samples, 1)).astype(np.float32),
+    }
+    locked = {}
+    for name, array in ordinary.items():
+        locked[name] = dbuf.pagelocked_empty(array.shape, array.dtype)
+        locked[name][...] = array
+    print(__doc__.strip())
+    device = dbuf.Device(0)
+    nbytes = ordinary["default"].nbytes // options.distinct
+    print(f"\n{device.name}, driver CUDA {dbuf.driver_version()}, NumPy {np.__version__}, "
+          f"{nbytes / 1e6:.0f} MB a minibatch, median of {options.repeat}")
+
+    def make_handler():
+        return PyCudaHandler(seed=1)
+
+    rows = {
+        "ordinary, plain": (ordinary, False),
+        "ordinary, double-buffered": (ordinary, True),
+        "page-locked, plain": (locked, False),
+        "page-locked, double-buffered": (locked, True),
+    }
+    times = {name: [] for name in rows}
+    weights = {}
+    time_training(ordinary, options, make_handler, False)  # warm-up
+    for _ in range(options.repeat):
+        for name, (data, double_buffering) in rows.items():
+            seconds, weights[name], stats = time_training(
+                data, options, make_handler, double_buffering
+            )
+            times[name].append(seconds)
+            if stats is not None and stats.fallbacks:
+                print(f"{name}: {stats.fallbacks}")
+    step, link = time_step(ordinary, options, make_handler), time_link(locked, options)
+    bound = max(step, link)
+    print(f"step alone {step * 1e3:.2f} ms, link {link * 1e3:.2f} ms "
+          f"({nbytes / link / 1e9:.1f} GB/s), bound {bound * 1e3:.2f} ms")
+    result = {"step_ms": step * 1e3, "link_ms": link * 1e3, "rows": {}}
+    for name, seconds in times.items():
+        median = statistics.median(seconds)
+        result["rows"][name] = [s * 1e3 for s in seconds]
+        print(f"{name:<30} {median * 1e3:8.2f} ms an update   {median / bound:6.2f} x bound")
+    first = weights["ordinary, plain"]
+    identical = all(np.array_equal(first, other) for other in weights.values())
+    ratio = statistics.median(times["ordinary, double-buffered"]) / statistics.median(
+        times["ordinary, plain"]
+    )
+    hidden = statistics.median(times["page-locked, double-buffered"]) / bound
+    print(f"weights {'identical' if identical else 'DIFFERENT'}")
+    print(f"ordinary memory: double-buffered / plain = {ratio:.2f} (at most 0.50)")
+    print(f"page-locked memory: double-buffered / bound = {hidden:.2f} (at most 1.15)")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+    return int(not identical or ratio > 0.50 or hidden > 1.15)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
