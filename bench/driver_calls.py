@@ -20,7 +20,7 @@ from pathlib import Path
 import brainstorm_dbuf as dbuf
 import numpy as np
 
-ROUNDS, BURST = 300, 200
+ROUNDS, BURST = 1000, 50
 COPY_BYTES = 64 * 1024
 LIMITS = {"event record": 1.35, "wait event": 1.35, "memcpy_htod_async 64 KiB": 1.10}
 

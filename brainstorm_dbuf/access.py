@@ -55,8 +55,8 @@ class CudaAccess:
         compute_stream: the stream on which the handler's work is ordered.
         array_type: the handler's array class.
         address: returns the device address of an array of that class.
-        wrap: ``wrap(memory, offset, shape)`` returns an array of that class over
-            device memory of ours, and keeps ``memory`` alive.
+        wrap: ``wrap(owner, offset, shape)`` returns an array of that class at the
+            address ``int(owner) + offset`` and keeps ``owner`` alive.
         running: makes a context manager that is open during each pass.
     """
 
@@ -70,7 +70,7 @@ class CudaAccess:
         compute_stream: _cuda.Stream,
         array_type: type,
         address: Callable[[Any], int],
-        wrap: Callable[[_cuda.DeviceMemory, int, tuple[int, ...]], Any],
+        wrap: Callable[[Any, int, tuple[int, ...]], Any],
         running: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.dtype = np.dtype(dtype)
@@ -163,10 +163,8 @@ def pycuda_access(handler: Any) -> CudaAccess:
         )
     context = _cuda.Context.from_handle(_cuda.Context.current().handle, owner)
 
-    def wrap(memory: _cuda.DeviceMemory, offset: int, shape: tuple[int, ...]) -> Any:
-        return GPUArray(
-            shape, handler.dtype, gpudata=int(memory) + offset, base=memory
-        )
+    def wrap(owner: Any, offset: int, shape: tuple[int, ...]) -> Any:
+        return GPUArray(shape, handler.dtype, gpudata=int(owner) + offset, base=owner)
 
     return CudaAccess(
         handler.dtype,

@@ -127,6 +127,8 @@ class DeviceSlot:
         # flight (the copy holds it); freeing device memory waits for the device.
         self._staging: np.ndarray | None = None
         self._memory: _cuda.DeviceMemory | None = None
+        # What the arrays that are lent keep alive.
+        self._loan: _Loan | None = None
         self._copied = _cuda.Event(access.context, blocking_sync=True)
         self._consumed = _cuda.Event(access.context)
         self._places: list[Place] = []
@@ -204,16 +206,18 @@ class DeviceSlot:
         Work that is queued on the compute stream from now on finds them filled.
         """
         self._access.compute_stream.wait_event(self._copied)
+        self._loan = _Loan(self._memory)
         return {
-            place.name: self._access.wrap(self._memory, place.offset, place.shape)
+            place.name: self._access.wrap(self._loan, place.offset, place.shape)
             for place in self._places
         }
 
     def take_back(self) -> None:
         """End :meth:`lend`: what was queued until now still reads this minibatch."""
         self._consumed.record(self._access.compute_stream)
-        if self._memory is not None and _is_held(self._memory):
+        if _is_held(self._loan):
             self._memory = None
+        self._loan = None
 
     def read_back(self) -> dict[str, np.ndarray]:
         """Return copies of the inputs, in ordinary host memory."""
@@ -262,6 +266,22 @@ class DeviceSlot:
             self._memory = None
             self._memory = _cuda.mem_alloc(device_bytes, context)
         self.reserve_seconds = time.perf_counter() - started
+
+
+class _Loan:
+    """What lent arrays hold: an address, and the device memory behind it.
+
+    The memory itself is held by copies in flight as well, so its references do not
+    tell whether anybody still looks at it.
+    """
+
+    __slots__ = ("memory",)
+
+    def __init__(self, memory: _cuda.DeviceMemory | None) -> None:
+        self.memory = memory
+
+    def __int__(self) -> int:
+        return 0 if self.memory is None else int(self.memory)
 
 
 def _is_held(owner: object) -> bool:

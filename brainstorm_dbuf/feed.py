@@ -42,10 +42,13 @@ from .input_layer import Batch, DoubleBufferedInput
 from .stats import FeedStats, FeedWarning
 
 # A worker is worth its hand-off (20 microseconds, several times that where the trainer's
-# own Python code holds the interpreter) when a minibatch takes longer to prepare. A few
-# in a row must show it, since one may be slow by accident; or one that is very slow.
-WORTH_A_WORKER_SECONDS = 200e-6
-SLOW_IN_A_ROW = 4
+# own Python code holds the interpreter) when a minibatch takes longer to prepare. Some in
+# a row must show it, since one may be slow by accident; very slow ones count fourfold.
+# Each pass wants to see it again, in two minibatches or in one that is very slow: beside
+# a worker the clock also counts the time that the worker waits for the interpreter.
+WORTH_A_WORKER_SECONDS = 300e-6
+SLOW_IN_A_ROW = 8
+SEEN_BEFORE = 6
 VERY_SLOW = 20
 
 # How long the end of training waits for a `next` that is still running.
@@ -124,6 +127,10 @@ class Feed:
         """Return the context in which the handler's steps run during a pass."""
         return self._access.running()
 
+    def begin_pass(self, new_pass: Pass) -> None:
+        self._open.add(new_pass)
+        self._slow_in_a_row = min(self._slow_in_a_row, SEEN_BEFORE)
+
     @property
     def pays(self) -> bool:
         """Whether a worker thread is worth its hand-offs."""
@@ -138,9 +145,9 @@ class Feed:
         worker: fetching it includes what the iterator does once, such as shuffling.
         """
         # Arrays that lie on the device already leave nothing to prefetch.
-        seconds = 0.0 if batch.on_device else staging + fetching * (not is_first)
+        seconds = 0.0 if batch.kind.on_device else staging + fetching * (not is_first)
         if seconds > WORTH_A_WORKER_SECONDS * VERY_SLOW:
-            self._slow_in_a_row += SLOW_IN_A_ROW
+            self._slow_in_a_row += 4
         elif seconds > WORTH_A_WORKER_SECONDS:
             self._slow_in_a_row += 1
         elif not is_first:
@@ -218,7 +225,7 @@ class Pass:
 
     def __enter__(self) -> Pass:
         self._running.__enter__()
-        self._feed._open.add(self)
+        self._feed.begin_pass(self)
         return self
 
     def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
@@ -278,6 +285,7 @@ class Pass:
         except StopIteration:
             self._ready.append(_End())
         except KeyboardInterrupt:
+            # Ctrl-C does not wait for the step, nor may a hook that stops it lose it.
             raise
         except BaseException as error:
             self._ready.append(_End(error))

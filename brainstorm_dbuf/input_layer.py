@@ -19,43 +19,26 @@ from typing import Any
 from . import minibatch
 from .access import CudaAccess, HostAccess
 from .back_buffers import DeviceSlot, HostSlot
+from .minibatch import Kind
 from .stats import FeedStats
 
 
 class Batch:
     """A minibatch on its way to the network."""
 
-    __slots__ = (
-        "time_size",
-        "batch_size",
-        "names",
-        "shapes",
-        "slot",
-        "data",
-        "on_device",
-    )
+    __slots__ = ("kind", "slot", "data")
 
     def __init__(
         self,
-        time_size: int,
-        batch_size: int,
-        names: tuple[str, ...],
-        shapes: dict[str, tuple[int, ...]],
+        kind: Kind,
         slot: HostSlot | DeviceSlot | None = None,
         data: Mapping[str, Any] | None = None,
-        on_device: bool = False,
     ) -> None:
-        self.time_size = time_size
-        self.batch_size = batch_size
-        # All that the iterator yielded, also what the network lacks.
-        self.names = names
-        self.shapes = shapes
+        self.kind = kind
         # Until the hand-over: either the slot it lies in, which it has claimed, or
         # the arrays that the iterator yielded.
         self.slot = slot
         self.data = data
-        # Whether the iterator yielded arrays of the handler's own, on the device.
-        self.on_device = on_device
 
 
 class DoubleBufferedInput:
@@ -78,6 +61,10 @@ class DoubleBufferedInput:
         self._handler = handler
         self._access = access
         self._stats = stats
+        # Minibatches mostly come as the one before: what was found out about that one
+        # (names asked for, signature, kind), and what its kind was compared with.
+        self._known: tuple[Any, Any, Kind | None] = (None, None, None)
+        self._fits: tuple[Kind, Any, bool] | None = None
         self._lock = threading.Condition()
         # Guarded by the lock: the slots nobody has claimed, and how many there are.
         self._free: deque[HostSlot | DeviceSlot] = deque()
@@ -112,6 +99,33 @@ class DoubleBufferedInput:
         Raises:
             TypeError, ValueError: ``data`` is no minibatch; the message names the input.
         """
+        seen = minibatch.signature(data)
+        known_names, known_seen, kind = self._known
+        if kind is None or seen is None or seen != known_seen or names is not known_names:
+            kind, arrays = self._look_at(data, names)
+            if seen is not None:
+                self._known = (names, seen, kind)
+        else:
+            arrays = {name: data[name] for name in kind.shapes}
+        if kind.on_device or (inline and not self._access.stages_inline):
+            return Batch(kind, data=arrays)
+        while (slot := self._claim()) is not None:
+            try:
+                slot.fill(arrays)
+            except MemoryError as error:
+                self._step_down(error)
+            except BaseException:
+                self.give_back(slot)
+                raise
+            else:
+                self._stats.note_staged(slot)
+                return Batch(kind, slot)
+        return Batch(kind, data=arrays)
+
+    def _look_at(
+        self, data: Mapping[str, Any], names: frozenset[str] | None
+    ) -> tuple[Kind, dict[str, Any]]:
+        """Check a minibatch and return its kind and the arrays that are used."""
         time_size, batch_size = minibatch.time_and_batch_size(data)
         on_device = False
         arrays = {}
@@ -125,23 +139,7 @@ class DoubleBufferedInput:
                 array = minibatch.as_numbers(name, array, self._access.dtype)
             arrays[name] = array
         shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-        given = tuple(data)
-        if on_device or (inline and not self._access.stages_inline):
-            return Batch(
-                time_size, batch_size, given, shapes, data=arrays, on_device=on_device
-            )
-        while (slot := self._claim()) is not None:
-            try:
-                slot.fill(arrays)
-            except MemoryError as error:
-                self._step_down(error)
-            except BaseException:
-                self.give_back(slot)
-                raise
-            else:
-                self._stats.note_staged(slot)
-                return Batch(time_size, batch_size, given, shapes, slot)
-        return Batch(time_size, batch_size, given, shapes, data=arrays)
+        return Kind(time_size, batch_size, tuple(data), shapes, on_device), arrays
 
     def _check_device_array(self, name: str, array: Any) -> None:
         """brainstorm copies the bytes of a device array without a look at it."""
@@ -191,13 +189,16 @@ class DoubleBufferedInput:
             KeyError: an input is missing and ``all_inputs`` is true.
             ValueError: an input has another shape than the network expects.
         """
-        structures = net.layers["Input"].out_shapes
-        expected = {
-            name: structure.get_shape(batch.time_size, batch.batch_size)
-            for name, structure in structures.items()
-        }
-        minibatch.check_shapes(expected, batch.shapes, batch.names, all_inputs)
-        net.buffer = net._buffer_manager.resize(batch.time_size, batch.batch_size)
+        kind = batch.kind
+        if self._fits != (kind, net, all_inputs):
+            self._fits = None
+            structures = net.layers["Input"].out_shapes
+            expected = {
+                name: structure.get_shape(kind.time_size, kind.batch_size)
+                for name, structure in structures.items()
+            }
+            minibatch.check_shapes(expected, kind.shapes, kind.given, all_inputs)
+            self._fits = (kind, net, all_inputs)
         slot, data, batch.slot, batch.data = batch.slot, batch.data, None, None
         if slot is not None and net.handler is not self._handler:
             # A hook has given the network another handler during the pass.
@@ -207,8 +208,9 @@ class DoubleBufferedInput:
         if slot is None:
             net.provide_external_data(data, all_inputs=all_inputs)
             return
+        net.buffer = net._buffer_manager.resize(kind.time_size, kind.batch_size)
         fronts = net.buffer.Input.outputs
-        slot.hand_over({name: fronts[name] for name in expected if name in batch.shapes})
+        slot.hand_over({name: fronts[name] for name in kind.shapes})
         self.give_back(slot)
 
     def lend(self, batch: Batch) -> dict[str, Any]:

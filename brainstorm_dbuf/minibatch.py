@@ -16,6 +16,49 @@ import numpy as np
 NUMBER_KINDS = "biuf"
 
 
+class Kind:
+    """What minibatches of the same names, shapes and dtypes have in common.
+
+    Attributes:
+        time_size, batch_size: T and B.
+        given: all names that the iterator yielded.
+        shapes: the shapes of those that are used.
+        on_device: whether some are arrays of the handler's own, on the device.
+    """
+
+    __slots__ = ("time_size", "batch_size", "given", "shapes", "on_device")
+
+    def __init__(
+        self,
+        time_size: int,
+        batch_size: int,
+        given: tuple[str, ...],
+        shapes: dict[str, tuple[int, ...]],
+        on_device: bool,
+    ) -> None:
+        self.time_size = time_size
+        self.batch_size = batch_size
+        self.given = given
+        self.shapes = shapes
+        self.on_device = on_device
+
+
+def signature(data: Any) -> list[tuple[str, tuple[int, ...], np.dtype]] | None:
+    """Return what two minibatches of one :class:`Kind` agree in.
+
+    None where that does not tell whether a minibatch is a right one: no dict, not all
+    of its values plain NumPy arrays of numbers.
+    """
+    if not isinstance(data, dict):
+        return None
+    seen = []
+    for name, array in data.items():
+        if type(array) is not np.ndarray or array.dtype.kind not in NUMBER_KINDS:
+            return None
+        seen.append((name, array.shape, array.dtype))
+    return seen
+
+
 def time_and_batch_size(data: Mapping[str, Any]) -> tuple[int, int]:
     """Return ``(T, B)`` as brainstorm takes them: from the first entry.
 

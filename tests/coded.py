@@ -163,6 +163,8 @@ class Job:
 class Hook(bs.hooks.Hook):
     """Call a function of the update's number after each update."""
 
+    __undescribed__ = {"function"}
+
     def __init__(self, function, name="test hook", **kwargs):
         super().__init__(name, timescale="update", **kwargs)
         self.function = function

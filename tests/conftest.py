@@ -7,6 +7,7 @@ the tests that look into the stand-in are skipped then, those that need a GPU ru
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -25,6 +26,7 @@ if KIND == "fake":
     os.environ["BRAINSTORM_DBUF_LIBCUDA"] = str(build.build_library())
 
 import brainstorm_dbuf as dbuf  # noqa: E402
+from brainstorm_dbuf.compat import pycuda_guard  # noqa: E402
 
 # The handlers that tests of training run on.
 HANDLERS = ["numpy", "device" if KIND == "fake" else "pycuda"]
@@ -54,6 +56,33 @@ def _fake_library():
     return control.FakeCuda(os.environ["BRAINSTORM_DBUF_LIBCUDA"])
 
 
+def why_no_pycuda():
+    """Return why PyCudaHandler cannot be used here, None if it can."""
+    try:
+        import brainstorm  # noqa: F401
+    except ImportError as error:
+        return str(error)
+    return pycuda_guard.problem()
+
+
+@contextlib.contextmanager
+def _real_context():
+    """The context in which PyCudaHandler's arrays live, else the primary one.
+
+    PyCUDA makes its own at `import pycuda.autoinit` (which brainstorm does), current in
+    the importing thread from then on; another one must not be pushed on top of it.
+    """
+    if why_no_pycuda() is None:
+        import pycuda.autoinit
+
+        owner = pycuda.autoinit.context
+        assert pycuda.autoinit.cuda.Context.get_current() == owner
+        yield dbuf.Context.from_handle(dbuf.Context.current().handle, owner)
+    else:
+        with dbuf.Context.primary(0) as context:
+            yield context
+
+
 @pytest.fixture
 def driver(request):
     """A driver with a context current in this thread; ``fake`` steers the stand-in.
@@ -61,8 +90,7 @@ def driver(request):
     After the test nothing of ours may be left in it.
     """
     if KIND == "real":
-        context = dbuf.Context.primary(0)
-        with context:
+        with _real_context() as context:
             yield SimpleNamespace(kind="real", fake=None, context=context.handle)
         return
     fake = request.getfixturevalue("_fake_library")
@@ -84,6 +112,8 @@ def fake(driver):
 @pytest.fixture(params=HANDLERS)
 def kind(request, driver):
     """The kind of handler to train on, for parity.make_handler."""
+    if request.param == "pycuda" and why_no_pycuda() is not None:
+        pytest.skip(why_no_pycuda())
     return request.param
 
 

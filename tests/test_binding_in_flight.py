@@ -148,13 +148,13 @@ def test_small_copies_share_a_fence(fake):
     source, memory = pinned([1]), _cuda.mem_alloc(4)
     names = ("cuEventRecord", "cuEventQuery", "cuEventCreate")
     before = [fake.calls(name) for name in names]
-    for _ in range(160):
+    for _ in range(640):
         _cuda.memcpy_htod_async(memory, source, stream)
     records, queries, creates = (fake.calls(n) - b for n, b in zip(names, before))
     assert records == 10
     assert queries <= 10
     assert creates <= 10
-    assert in_flight() == 160
+    assert in_flight() == 640
     stream.synchronize()
     assert in_flight() == 0
 
@@ -163,12 +163,12 @@ def test_small_copies_share_a_fence(fake):
 def test_too_many_copies_in_flight_wait_for_the_oldest(fake, nbytes):
     stream = _cuda.Stream()
     source, memory = _cuda.pagelocked_zeros(nbytes, "u1"), _cuda.mem_alloc(nbytes)
-    copies = 300 if nbytes == MIB else 300 * 16
+    copies = 300 if nbytes == MIB else 300 * 64
     for _ in range(copies):
         _cuda.memcpy_htod_async(memory, source, stream)
     assert fake.calls("cuEventSynchronize") > 0
     assert _cuda.live_objects()["fences"] <= 256
-    assert in_flight() <= 257 * 16
+    assert in_flight() <= 257 * 64
     stream.synchronize()
     assert in_flight() == 0
 

@@ -1,12 +1,13 @@
 """Whole processes: how they end, how they fork, and what they say without a driver."""
 
 import os
+import subprocess
 import sys
-import textwrap
 
 import pytest
 
 from binding_tools import run_script
+from brainstorm_dbuf import _cuda
 from fake_cuda import build
 
 SETUP = """
@@ -170,59 +171,41 @@ def test_a_process_that_forks_before_it_starts_may_use_cuda_in_the_child(driver)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+SPAWN = """
+import multiprocessing
+import numpy as np
+from brainstorm_dbuf import _cuda
+
+def work(number):
+    with _cuda.Context.primary(0):
+        memory = _cuda.mem_alloc(8)
+        _cuda.memcpy_htod(memory, np.full(2, number, "f4"))
+        out = np.zeros(2, "f4")
+        _cuda.memcpy_dtoh(out, memory)
+    return out.tolist()
+
+if __name__ == "__main__":
+    assert work(1) == [1, 1]
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(work, [2]) == [[2, 2]]
+        pool.close()
+        pool.join()
+"""
+
+
 def test_spawn_works(driver, tmp_path):
-    script = tmp_path / "spawning.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import multiprocessing
-            import numpy as np
-            from brainstorm_dbuf import _cuda
-
-            def work(number):
-                with _cuda.Context.primary(0):
-                    memory = _cuda.mem_alloc(8)
-                    _cuda.memcpy_htod(memory, np.full(2, number, "f4"))
-                    out = np.zeros(2, "f4")
-                    _cuda.memcpy_dtoh(out, memory)
-                return out.tolist()
-
-            if __name__ == "__main__":
-                assert work(1) == [1, 1]
-                with multiprocessing.get_context("spawn").Pool(1) as pool:
-                    assert pool.map(work, [2]) == [[2, 2]]
-                    pool.close()
-                    pool.join()
-            """
-        )
-    )
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(
-            [os.path.dirname(os.path.dirname(_cuda_file()))] + sys.path
-        ),
-    }
-    done = run_script(
-        f"import runpy; runpy.run_path({str(script)!r}, run_name='__main__')",
-        env=environment,
-    )
-    assert done.returncode in (0, 1)
-    import subprocess
-
+    script = tmp_path / "spawning.py"  # a child imports its main module from a file
+    script.write_text(SPAWN)
+    package = os.path.dirname(os.path.dirname(_cuda.__file__))
+    path = os.pathsep.join([package, *filter(None, sys.path)])
     done = subprocess.run(
         [sys.executable, "-X", "dev", str(script)],
-        env=environment,
+        env={**os.environ, "PYTHONPATH": path},
         timeout=30,
         capture_output=True,
         text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
-
-
-def _cuda_file():
-    from brainstorm_dbuf import _cuda
-
-    return _cuda.__file__
 
 
 # ---- No driver, an old one, no device ----

@@ -77,7 +77,11 @@ def check_error(job, make_pass, error, k):
     with pytest.raises(type(error)) as caught:
         job.train(From(make_pass))
     assert caught.value is error
-    assert job.seen == codes(*range(k))
+    if isinstance(error, KeyboardInterrupt) and k and not job.stats.workers:
+        # In the trainer's own thread it may be Ctrl-C, which waits for no step.
+        assert job.seen in (codes(*range(k - 1)), codes(*range(k)))
+    else:
+        assert job.seen == codes(*range(k))
     assert workers() == []
     return frames(error)
 

@@ -18,9 +18,9 @@ import brainstorm_dbuf as dbuf
 import brainstorm as bs
 from brainstorm.data_iterators import Flip, Minibatches
 from brainstorm_dbuf import feed
-from coded import FEATURES, From, Job, batch, coded, codes, stop_at, workers
+from coded import From, Job, batch, coded, codes, stop_at, workers
 from conftest import KIND
-from parity import force_worker, make_handler
+from parity import force_worker
 
 pytestmark = [pytest.mark.timeout(10), pytest.mark.usefixtures("nothing_left")]
 
@@ -70,8 +70,8 @@ def finished_loops(job, count):
     """Return iterators over a pass that has come to its end."""
     prefetched = dbuf.Prefetch(coded(count))(job.net.handler)
     loop = dbuf.run_network(job.net, coded(count)())
-    lent = [int(job.net.handler.get_numpy_copy(d["default"]).flat[0]) for d in prefetched]
-    assert lent == list(range(count))
+    arrays = [job.net.handler.get_numpy_copy(d["default"]) for d in prefetched]
+    assert [array.flat[0] for array in arrays] == list(range(count))
     assert list(loop) == list(range(count))
     return [prefetched, loop]
 
@@ -145,18 +145,30 @@ class Counted:
             self.closed += 1
 
 
+def wait_until(happened):
+    """Wait until it has happened, then a moment for what must not happen."""
+    deadline = time.monotonic() + 5
+    while not happened() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    time.sleep(0.01)
+
+
 @pytest.mark.parametrize("depth, ahead", [(1, 1), (2, 1), (3, 2), (5, 4)])
 def test_a_stopped_training_has_fetched_at_most_depth_minus_one_more(
     depth, ahead, kind, driver, way
 ):
     made = Counted()
     job = Job(kind, driver, depth=depth, hooks=[stop_at(2)])
-    # The worker gets all the time it wants before the stop.
-    job.stepper.also = lambda step: time.sleep(0.03)
+    # The worker gets all the time it wants before the stop, and some more.
+    job.stepper.also = lambda step: wait_until(
+        lambda: way == "automatic" or made.fetched >= step + 1 + ahead
+    )
     job.train(From(made))
     assert job.seen == codes(0, 1)
     assert workers() == []
-    assert made.fetched == (2 + ahead if way == "worker" else 2)
+    assert 2 <= made.fetched <= 2 + ahead
+    if way == "worker":
+        assert made.fetched == 2 + ahead
     assert made.closed == 1
     job.train_again()
 
@@ -168,11 +180,28 @@ def test_stopping_waits_for_the_next_that_is_running(driver, monkeypatch):
     job.stepper.also = lambda step: time.sleep(0.05)
     started = time.monotonic()
     job.train(From(made))
-    assert 2.5 < time.monotonic() - started < 4.0
+    assert 2.5 < time.monotonic() - started < 6.0
     assert job.seen == codes(0)
     assert workers() == []
     assert made.closed == 1
     assert made.fetched == 2
+
+
+def test_an_interrupt_ahead_of_a_step_that_stops_training_is_not_lost(kind, driver):
+    """On a device the trainer's thread is in `next` for k + 1 before the step on k."""
+
+    def make_pass():
+        yield batch(0)
+        raise KeyboardInterrupt
+
+    job = Job(kind, driver, hooks=[stop_at(1)])
+    if kind == "numpy":
+        assert job.train(From(make_pass)).seen == codes(0)
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            job.train(From(make_pass))
+        assert job.seen == []
+    job.train_again()
 
 
 class Blocking:
@@ -273,6 +302,15 @@ def test_dropping_a_half_used_loop_ends_its_worker(kind, driver, way):
     assert made.closed == 1
 
 
+def test_a_generator_is_closed_also_where_the_user_holds_it(kind, driver, way):
+    made = Counted()
+    generator = made()
+    job = Job(kind, driver, hooks=[stop_at(2)])
+    job.train(From(lambda: generator))
+    assert job.seen == codes(0, 1)
+    assert made.closed == 1
+
+
 def test_a_loop_dropped_before_it_began_has_called_nothing(kind, driver, way):
     made = Counted()
     job = Job(kind, driver)
@@ -309,13 +347,15 @@ def test_flip_has_flipped_at_most_one_image_more_than_was_trained(kind, driver, 
 
     job = Job(kind, driver, hooks=[stop_at(1)], net=net)
     job.stepper.look = lambda: None
-    job.stepper.also = lambda step: time.sleep(0.03)
+    job.stepper.also = lambda step: wait_until(
+        lambda: way == "automatic" or not np.array_equal(images[:, 1], before[:, 1])
+    )
     job.train(iterator)
     del job.stepper.look
     flipped = [not np.array_equal(images[:, i], before[:, i]) for i in range(10)]
-    assert flipped == [True] * (2 if way == "worker" else 1) + [False] * (
-        8 if way == "worker" else 9
-    )
+    assert flipped in ([True] + [False] * 9, [True, True] + [False] * 8)
+    if way == "worker":
+        assert flipped.count(True) == 2
 
 
 def test_no_thread_can_be_started(kind, driver, monkeypatch):

@@ -334,8 +334,8 @@ int address_argument(const char *what, PyObject *object, unsigned long long *add
 typedef struct Ledger Ledger;
 
 struct ContextObject {
-    PyObject_HEAD CUcontext
-        handle;        /* counted if is_primary, else borrowed from owner */
+    PyObject_HEAD
+    CUcontext handle;  /* counted if is_primary, else borrowed from owner */
     int is_primary;    /* we hold one retain of the device's primary context */
     CUdevice device;   /* whose primary context it is; else unused */
     PyObject *owner;   /* owned, or NULL: keeps a foreign context alive */
@@ -345,8 +345,8 @@ struct ContextObject {
     ContextObject *next; /* borrowed: next in the list of all contexts */
 };
 
-/* The context current in this thread; new reference. NULL with CudaError set if none.
- */
+/* The context current in this thread; new reference. NULL with CudaError set if
+ * none. */
 ContextObject *context_current(ModuleState *state);
 
 /* The Context of a handle: the live one if there is one. New reference or NULL. */
@@ -423,7 +423,7 @@ scope_call(const Scope *scope, const char *call)
 
 enum {
     LEDGER_FENCES = 256,    /* more pending fences than this: wait for the oldest */
-    LEDGER_BATCH = 16,      /* small copies that share a fence */
+    LEDGER_BATCH = 64,      /* small copies that share a fence */
     LEDGER_SMALL = 1 << 20, /* bytes; larger copies get a fence of their own */
     LEDGER_DEEP = 256,      /* copies in flight: from then on queueing one may wait */
 };
@@ -488,10 +488,11 @@ void ledger_free(Ledger *ledger);
 /* ---- Stream (stream.c) ---- */
 
 typedef struct {
-    PyObject_HEAD CUstream handle; /* owned if is_ours, else borrowed from owner */
-    int is_ours;                   /* we destroy it */
-    ContextObject *context;        /* owned, until dealloc */
-    PyObject *owner;               /* owned, or NULL: keeps a foreign stream alive */
+    PyObject_HEAD
+    CUstream handle;        /* owned if is_ours, else borrowed from owner */
+    int is_ours;            /* we destroy it */
+    ContextObject *context; /* owned, until dealloc */
+    PyObject *owner;        /* owned, or NULL: keeps a foreign stream alive */
     Guard guard;
     Ledger ledger;
 } StreamObject;
@@ -511,8 +512,9 @@ void stream_release(StreamRef *ref);
 /* ---- Event (event.c) ---- */
 
 typedef struct {
-    PyObject_HEAD CUevent handle; /* owned */
-    ContextObject *context;       /* owned, until dealloc */
+    PyObject_HEAD
+    CUevent handle;         /* owned */
+    ContextObject *context; /* owned, until dealloc */
     Guard guard;
     int timing;   /* made with timing */
     int recorded; /* recorded at least once */
@@ -531,7 +533,8 @@ int event_wait_on(ModuleState *state, EventObject *event, CUstream stream,
 /* ---- Memory ---- */
 
 typedef struct {
-    PyObject_HEAD CUdeviceptr ptr; /* owned; 0 for no bytes, and once freed */
+    PyObject_HEAD
+    CUdeviceptr ptr; /* owned; 0 for no bytes, and once freed */
     size_t nbytes;
     ContextObject *context; /* owned until dealloc; NULL only if nbytes is 0 */
     Guard guard;
@@ -541,22 +544,25 @@ typedef struct {
 void device_memory_leave(DeviceMemoryObject *self);
 
 typedef struct {
-    PyObject_HEAD void *ptr; /* owned: cuMemHostAlloc; NULL for no bytes */
+    PyObject_HEAD
+    void *ptr; /* owned: cuMemHostAlloc; NULL for no bytes */
     size_t nbytes;
     ContextObject *context; /* owned until dealloc; NULL only if nbytes is 0 */
 } PageLockedMemoryObject;
 
 typedef struct {
-    PyObject_HEAD void *ptr; /* borrowed from array; page-locked while is_registered */
+    PyObject_HEAD
+    void *ptr; /* borrowed from array; page-locked while is_registered */
     size_t nbytes;
     PyObject *array;        /* owned until dealloc: whose memory it is */
     ContextObject *context; /* owned until dealloc; NULL only if nbytes is 0 */
     int is_registered;      /* the driver has it; cuMemHostUnregister is due */
 } RegisteredMemoryObject;
 
-/* The object of ours (borrowed) whose page-locked memory the whole array lies in. NULL
- * if there is none; never an error. */
-PyObject *pagelocked_owner(ModuleState *state, PyArrayObject *array);
+/* The object of ours (borrowed) whose page-locked memory an array's bytes, from first to
+ * before end, lie in. NULL if there is none; never an error. */
+PyObject *pagelocked_owner(ModuleState *state, PyArrayObject *array, const char *first,
+                           const char *end);
 
 /* Ask the driver about first and last byte; in a context. Needs no GIL. */
 CUresult pagelocked_ask(const void *ptr, size_t nbytes, int *is_locked);

@@ -530,7 +530,8 @@ static PyMethodDef Context_methods[] = {
                "`owner` is kept alive as long as anything of ours uses the context.")},
     {"push", Context_push, METH_NOARGS,
      PyDoc_STR("push($self, /)\n--\n\n"
-               "Make it current in this thread; pop() puts the one before back.")},
+               "Make it current in this thread; pop() puts the one before back.\n\n"
+               "The object lives until then, even if nothing else refers to it.")},
     {"pop", Context_pop, METH_NOARGS,
      PyDoc_STR("pop($self, /)\n--\n\n"
                "Undo push().\n\nRaises ValueError if another context is current.")},

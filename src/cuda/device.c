@@ -2,7 +2,8 @@
 #include "binding.h"
 
 typedef struct {
-    PyObject_HEAD int ordinal;
+    PyObject_HEAD
+    int ordinal;
     CUdevice device;
 } DeviceObject;
 

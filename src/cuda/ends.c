@@ -71,9 +71,10 @@ host_end_of_array(ModuleState *state, const char *role, PyArrayObject *array,
         PyErr_Format(PyExc_ValueError, "%s is read-only", role);
         return -1;
     }
-    PyObject *owner = pagelocked_owner(state, array);
     end->ptr = PyArray_DATA(array);
     end->nbytes = (size_t)PyArray_NBYTES(array);
+    PyObject *owner = pagelocked_owner(state, array, end->ptr,
+                                       (const char *)end->ptr + end->nbytes);
     end->is_locked = owner != NULL;
     /* Our own memory is held directly: arrays are unknown to the garbage collector, and
      * a copy in flight may make a cycle (context, ledger, memory, context). */

@@ -4,7 +4,7 @@
  * A fence is such an event. Small copies share one (an event costs a twelfth of a small
  * copy), large ones get their own at once, so that their memory is not held longer than
  * it must be. Events are used again: in the steady state nothing is created, and a
- * small copy makes 2/16 of a driver call for its book-keeping.
+ * small copy makes 2/64 of a driver call for its book-keeping.
  *
  * All of it runs under the GIL. Dropping a reference may run any code, this ledger's
  * included, so each loop takes its entry out before it drops it and reads the ledger

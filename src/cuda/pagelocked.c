@@ -32,7 +32,8 @@ array_bounds(PyArrayObject *array, char **first, char **end)
 }
 
 PyObject *
-pagelocked_owner(ModuleState *state, PyArrayObject *array)
+pagelocked_owner(ModuleState *state, PyArrayObject *array, const char *first,
+                 const char *end)
 {
     PyObject *base = (PyObject *)array;
     const char *start;
@@ -56,8 +57,6 @@ pagelocked_owner(ModuleState *state, PyArrayObject *array)
     else {
         return NULL;
     }
-    char *first, *end;
-    array_bounds(array, &first, &end);
     if (first != end && (first < start || end > start + nbytes)) {
         return NULL; /* as_strided went outside */
     }
@@ -693,11 +692,11 @@ is_pagelocked(PyObject *module, PyObject *object)
     if (array == NULL) {
         return NULL;
     }
-    if (pagelocked_owner(state, array) != NULL) {
-        Py_RETURN_TRUE;
-    }
     char *first, *end;
     array_bounds(array, &first, &end);
+    if (pagelocked_owner(state, array, first, end) != NULL) {
+        Py_RETURN_TRUE;
+    }
     if (first == end) {
         Py_RETURN_FALSE;
     }
