@@ -33,6 +33,7 @@ class HostAccess:
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = np.dtype(dtype)
+        self.context: AbstractContextManager[Any] = nullcontext()
         self.running: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def new_slot(self) -> HostSlot:

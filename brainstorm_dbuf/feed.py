@@ -132,6 +132,11 @@ class Feed:
         self._slow_in_a_row = min(self._slow_in_a_row, SEEN_BEFORE)
 
     @property
+    def context(self) -> AbstractContextManager[Any]:
+        """The CUDA context that the worker makes current while it runs; or nothing."""
+        return self._access.context
+
+    @property
     def pays(self) -> bool:
         """Whether a worker thread is worth its hand-offs."""
         return self._slow_in_a_row >= SLOW_IN_A_ROW
@@ -221,6 +226,7 @@ class Pass:
         self._stopped = False
         # Set when the worker has let go of the iterator.
         self._left = threading.Event()
+        self._context = feed.context
         self._running = feed.running()
 
     def __enter__(self) -> Pass:
