@@ -291,7 +291,7 @@ class Pass:
         except StopIteration:
             self._ready.append(_End())
         except KeyboardInterrupt:
-            # Ctrl-C does not wait for the step, nor may a hook that stops it lose it.
+            # Ctrl-C waits for no step, and no hook that stops training may lose it.
             raise
         except BaseException as error:
             self._ready.append(_End(error))
@@ -395,16 +395,18 @@ class Pass:
         end = _End()
         np.seterr(**error_state)
         try:
-            while self._may_fetch():
-                try:
-                    batch = self._prepare(inline=False)
-                except StopIteration:
-                    break
-                stays_as_given = batch.slot is None
-                self._publish(batch)
-                del batch
-                if stays_as_given:
-                    self._wait_handed_over()
+            # As in the trainer's thread: the iterator may allocate page-locked memory.
+            with self._context:
+                while self._may_fetch():
+                    try:
+                        batch = self._prepare(inline=False)
+                    except StopIteration:
+                        break
+                    stays_as_given = batch.slot is None
+                    self._publish(batch)
+                    del batch
+                    if stays_as_given:
+                        self._wait_handed_over()
         except BaseException as error:
             end.error = error
         self._publish(end)

@@ -123,7 +123,11 @@ def load(path: str | None) -> tuple[dict, dict, str]:
         )
     import h5py
 
-    with h5py.File(path, "r") as file:
+    try:
+        file = h5py.File(path, "r")
+    except OSError as error:
+        raise SystemExit(f"--data {path}: {error}") from None
+    with file:
         group = file["normalized_split"] if "normalized_split" in file else file
         missing = [name for name in ("training", "test") if name not in group]
         if missing:

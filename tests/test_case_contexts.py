@@ -15,6 +15,7 @@ import pytest
 import brainstorm_dbuf as dbuf
 import brainstorm as bs
 from binding_tools import in_thread, pinned
+from brainstorm_dbuf import feed
 from coded import From, Job, batch, coded, coded_net, codes, the_value, workers
 from conftest import KIND, why_no_pycuda
 from parity import SEED, force_worker
@@ -143,8 +144,17 @@ def test_a_bare_thread_is_told_that_no_context_is_current(driver):
     assert current_handle() == driver.context
 
 
-def test_the_feed_leaves_every_threads_context_alone(kind, driver, way):
-    seen = []
+def test_the_feed_leaves_every_threads_context_alone(
+    kind, driver, way, monkeypatch
+):
+    seen, ended = [], []
+    work = feed.Pass._work
+
+    def work_and_look(*arguments):
+        work(*arguments)
+        ended.append(current_handle())
+
+    monkeypatch.setattr(feed.Pass, "_work", work_and_look)
 
     def make_pass():
         try:
@@ -164,10 +174,12 @@ def test_the_feed_leaves_every_threads_context_alone(kind, driver, way):
     assert job.seen == codes(0, 1, 2) * 2
     main = threading.current_thread()
     assert {handle for thread, handle in seen if thread is main} == {driver.context}
+    # The worker has the trainer's context while it runs, and none when it ends.
     others = [handle for thread, handle in seen if thread is not main]
-    assert set(others) <= {None}
+    assert set(others) <= {driver.context if kind != "numpy" else None}
     # All but the first `next` of each epoch; a worker also sees the end.
     assert len(others) == (6 if way == "worker" else 0)
+    assert ended == [None] * (2 if way == "worker" else 0)
 
 
 def test_an_iterator_may_have_a_context_of_its_own_in_the_worker(
@@ -177,7 +189,7 @@ def test_an_iterator_may_have_a_context_of_its_own_in_the_worker(
 
     def make_pass():
         yield batch(0)  # the first `next` runs in the trainer's thread
-        assert fake.current_context() is None
+        assert fake.current_context() == driver.context
         other = fake.create_context()
         try:
             for k in range(1, 4):
@@ -190,6 +202,21 @@ def test_an_iterator_may_have_a_context_of_its_own_in_the_worker(
     job = Job("device", driver).train(From(make_pass))
     assert job.seen == codes(0, 1, 2, 3)
     assert fake.current_context() == driver.context
+
+
+def test_an_iterator_may_allocate_page_locked_memory_in_the_worker(kind, driver, way):
+    def make_pass():
+        for k in range(4):
+            arrays = batch(k)
+            for name, array in arrays.items():
+                arrays[name] = job.net.handler.pagelocked_empty(array.shape)
+                arrays[name][...] = array
+            if kind != "numpy":
+                dbuf.pagelocked_zeros(3)
+            yield arrays
+
+    job = Job(kind, driver)
+    assert job.train(From(make_pass)).seen == codes(0, 1, 2, 3)
 
 
 def test_training_in_another_thread_uses_that_threads_context(fake, driver, way):

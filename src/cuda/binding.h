@@ -559,8 +559,8 @@ typedef struct {
     int is_registered;      /* the driver has it; cuMemHostUnregister is due */
 } RegisteredMemoryObject;
 
-/* The object of ours (borrowed) in whose page-locked memory an array's bytes, from first
- * to before end, lie. NULL if there is none; never an error. */
+/* The object of ours (borrowed) in whose page-locked memory the bytes of an array lie,
+ * from first to before end. NULL if there is none; never an error. */
 PyObject *pagelocked_owner(ModuleState *state, PyArrayObject *array, const char *first,
                            const char *end);
 
