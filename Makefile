@@ -26,7 +26,7 @@ bench: $(VENV)/installed
 
 $(VENV)/installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	BRAINSTORM_DBUF_WERROR=1 $(BIN)/python -m pip install --quiet ".[examples,test]"
+	BRAINSTORM_DBUF_WERROR=1 $(BIN)/python -m pip install --quiet -e ".[examples,test]"
 	$(BIN)/python -m brainstorm_dbuf.install_brainstorm
 	touch $@
 

@@ -11,7 +11,16 @@ brainstorm is needed only by what works with it.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
+
+if importlib.util.find_spec("._cuda", __name__) is None:
+    raise ImportError(
+        f"{__path__[0]} is the source folder of brainstorm_dbuf and its C extensions are "
+        "not built there. Python finds it before the installed package when it is "
+        "started in the folder above: start it elsewhere, or build in place with "
+        "`pip install -e .`"
+    )
 
 from . import compat, handler_ops
 from ._cuda import (

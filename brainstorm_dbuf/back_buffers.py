@@ -62,6 +62,9 @@ def lay_out(
 class HostSlot:
     """A minibatch in ordinary memory, of the handler's dtype, C-contiguous."""
 
+    # Whether a copy may still be queued when the minibatch has been handed over.
+    COPIES_LATER = False
+
     def __init__(self, access: Any) -> None:
         self._dtype = access.dtype
         self._block = np.empty(0, np.uint8)
@@ -119,6 +122,8 @@ class HostSlot:
 
 class DeviceSlot:
     """A minibatch on its way to the device, and there."""
+
+    COPIES_LATER = True
 
     def __init__(self, access: Any) -> None:
         self._access = access
@@ -248,15 +253,17 @@ class DeviceSlot:
     def _reserve(self, staging_bytes: int, device_bytes: int) -> None:
         """Make room; a larger block replaces one that is too small.
 
-        The old one goes first, so the two never exist side by side. Copies in flight
-        are safe: they hold page-locked memory that they read, and freeing device
-        memory waits for the device.
+        The old one goes first, so the two never exist side by side. What is queued is
+        safe: freeing memory waits for the device.
         """
         self.reserve_seconds = 0.0
         if staging_bytes <= self.page_locked_nbytes and device_bytes <= self.nbytes:
             return
         started = time.perf_counter()
         context = self._access.context
+        if self.nbytes:
+            # Until a copy is known to be done it holds both of its ends.
+            self._access.copy_stream.synchronize()
         if staging_bytes > self.page_locked_nbytes:
             self._staging = None
             self._staging = _cuda.pagelocked_empty(

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextvars
 import inspect
 import os
+import sys
 import threading
 import time
 import warnings
@@ -37,6 +38,7 @@ from typing import Any
 
 import numpy as np
 
+from . import switching
 from .access import access_for
 from .input_layer import Batch, DoubleBufferedInput
 from .stats import FeedStats, FeedWarning
@@ -317,6 +319,7 @@ class Pass:
                 f"no worker thread ({error}): nothing is prefetched for now"
             )
             return
+        switching.begin()
         self._feed.stats.workers += 1
 
     def close(self, interrupted: bool = False) -> None:
@@ -326,7 +329,7 @@ class Pass:
         self._feed._open.discard(self)
         self._ended = True
         try:
-            if self._worker is not None and not self._join(self._worker, interrupted):
+            if self._worker is not None and not self._leave(self._worker, interrupted):
                 return
             self._ready.clear()
             if inspect.isgenerator(self._source):
@@ -334,8 +337,18 @@ class Pass:
         finally:
             self._running.__exit__(None, None, None)
 
+    def _leave(self, worker: threading.Thread, interrupted: bool) -> bool:
+        """Stop the worker; False if its `next` has not returned in time."""
+        try:
+            return self._join(worker, interrupted)
+        finally:
+            switching.end()
+
     def _join(self, worker: threading.Thread, interrupted: bool) -> bool:
         """Wait for the worker to end; False if its `next` has not returned in time."""
+        if sys.is_finalizing():
+            # The program ends, and no other thread runs any more.
+            return False
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

@@ -151,11 +151,14 @@ class DoubleBufferedInput:
             )
 
     def _claim(self) -> HostSlot | DeviceSlot | None:
-        """Return a free slot, a new one, or None where there is memory for none."""
+        """Return a new slot, a free one, or None where there is memory for none."""
         with self._lock:
             while self._slots and self._slots == self._allowed and not self._free:
                 self._lock.wait()
-            if self._free:
+            # The copy out of a slot just given back may not have run: filling that one
+            # again would wait for it, another one does not.
+            is_whole_ring = self._slots == self._allowed
+            if self._free and (is_whole_ring or not self._free[0].COPIES_LATER):
                 return self._free.popleft()
             if self._closed or not self._allowed:
                 return None

@@ -67,20 +67,22 @@ def why_no_pycuda():
 
 @contextlib.contextmanager
 def _real_context():
-    """The context in which PyCudaHandler's arrays live, else the primary one.
+    """Give the handle of the context in which PyCudaHandler's arrays live.
 
     PyCUDA makes its own at `import pycuda.autoinit` (which brainstorm does), current in
-    the importing thread from then on; another one must not be pushed on top of it.
+    the importing thread from then on; another one must not be pushed on top of it. No
+    object of ours is kept for it, since what a test has left is looked for later.
+    Without PyCUDA it is the primary context.
     """
     if why_no_pycuda() is None:
         import pycuda.autoinit
 
-        owner = pycuda.autoinit.context
-        assert pycuda.autoinit.cuda.Context.get_current() == owner
-        yield dbuf.Context.from_handle(dbuf.Context.current().handle, owner)
+        current = pycuda.autoinit.cuda.Context.get_current()
+        assert current == pycuda.autoinit.context
+        yield dbuf.Context.current().handle
     else:
         with dbuf.Context.primary(0) as context:
-            yield context
+            yield context.handle
 
 
 @pytest.fixture
@@ -91,7 +93,8 @@ def driver(request):
     """
     if KIND == "real":
         with _real_context() as context:
-            yield SimpleNamespace(kind="real", fake=None, context=context.handle)
+            yield SimpleNamespace(kind="real", fake=None, context=context)
+            gc.collect()
         return
     fake = request.getfixturevalue("_fake_library")
     gc.collect()

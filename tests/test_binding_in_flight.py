@@ -311,3 +311,23 @@ def test_values_are_right_in_any_legal_order(fake, seed):
     for stream in streams:
         stream.synchronize()
     assert [out.tolist() for out in results] == [[k] * 16 for k in range(30)]
+
+
+def test_a_foreign_stream_may_go_before_its_copies_are_let_go(fake):
+    context = _cuda.Context.from_handle(_cuda.Context.current().handle)
+    others = [_cuda.Stream(context) for _ in range(3)]
+    memory = _cuda.mem_alloc(4, context)
+    for k, other in enumerate(others):
+        _cuda.memcpy_htod_async(memory, pinned([k]), other.handle)
+        other.close()
+    wrapped = _cuda.Stream(context)
+    foreign = _cuda.Stream.from_handle(wrapped.handle, context=context)
+    _cuda.memcpy_htod_async(memory, pinned([7]), foreign)
+    wrapped.close()
+    before = fake.calls("cuStreamSynchronize")
+    assert in_flight() > 0
+    del foreign, wrapped, others, other, memory, context
+    gc.collect()
+    # Their handles are dangling by then: a call on one may crash the real driver.
+    assert fake.calls("cuStreamSynchronize") == before
+    assert in_flight() == 0

@@ -19,6 +19,7 @@ from brainstorm_dbuf import feed
 from coded import From, Job, batch, coded, coded_net, codes, the_value, workers
 from conftest import KIND, why_no_pycuda
 from parity import SEED, force_worker
+from slow_stream import driver_entry
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.usefixtures("nothing_left")]
 
@@ -42,22 +43,6 @@ if KIND == "fake":
             code = self.copy(address, arr.ctypes.data, arr.nbytes)
             if code:
                 raise RuntimeError(f"cuMemcpyHtoD failed: CUDA error {code}")
-
-
-def driver_entry(path, name, version, *argtypes):
-    """Return a function of the driver library, found as every binding finds it."""
-    library = ctypes.CDLL(path)
-    find = library.cuGetProcAddress_v2
-    find.argtypes = [
-        ctypes.c_char_p,
-        ctypes.POINTER(ctypes.c_void_p),
-        ctypes.c_int,
-        ctypes.c_uint64,
-        ctypes.c_void_p,
-    ]
-    address = ctypes.c_void_p()
-    assert find(name.encode(), address, version, 0, None) == 0
-    return ctypes.CFUNCTYPE(ctypes.c_int, *argtypes)(address.value)
 
 
 def test_a_plain_second_thread_cannot_feed_a_network(driver, fake, monkeypatch):
@@ -129,9 +114,7 @@ def test_a_bare_thread_is_told_that_no_context_is_current(driver):
         if arguments[1] is None:
             assert "no context is current in this thread" in message
             assert "with context:" in message
-    assert "no context is current" in in_thread(
-        lambda: str(pytest.raises(dbuf.CudaError, dbuf.Context.current).value)
-    )
+    assert in_thread(current_handle) is None
     # An object of ours knows its context, and puts back what was current before.
     assert in_thread(lambda: (dbuf.memcpy_htod_async(memory, source, stream), 1)[1])
     assert in_thread(

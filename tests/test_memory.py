@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import warnings
@@ -11,10 +12,9 @@ import numpy as np
 import pytest
 
 import brainstorm_dbuf as dbuf
-import brainstorm as bs
 from binding_tools import pinned
 from coded import FEATURES, From, Hook, Job, batch, coded, codes, workers
-from parity import assert_same, make_handler
+from parity import assert_same, force_worker, make_handler
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
 
@@ -29,9 +29,11 @@ STEADY = {
     "cuCtxPushCurrent",
     "cuEventQuery",
     "cuEventRecord",
+    "cuMemGetAddressRange",
     "cuMemcpy2DAsync",
     "cuMemcpyDtoDAsync",
     "cuMemcpyHtoDAsync",
+    "cuPointerGetAttribute",
     "cuStreamWaitEvent",
 }
 # Small copies share events that tell when they are done; there are a few of them.
@@ -48,6 +50,9 @@ def calls_of_updates(fake, driver, iterator, first, mode="late", depth=2, **opti
     fake.mode(mode, 3)
     job = Job("device", driver, also=look, depth=depth, **options)
     job.train(iterator)
+    assert job.seen == codes(*range(len(counts) // job.trainer.current_epoch_nr)) * (
+        job.trainer.current_epoch_nr
+    )
     (calls, waits), (last_calls, last_waits) = counts[first], counts[-1]
     made = last_calls - calls
     updates = len(counts) - 1 - first
@@ -126,9 +131,10 @@ def test_ragged_minibatches_grow_the_slots_and_no_more(fake, driver, way):
         blocks.append(fake.live())
 
     job = Job("device", driver, also=look, epochs=2)
+    job.net.provide_external_data(batch(0, samples=2000))
+    own = fake.live()["device_blocks"]
     job.train(From(make_pass))
     assert job.seen == codes(*range(len(sizes))) * 2
-    own = min(live["device_blocks"] for live in blocks)
     largest = 20 * 100 * FEATURES * 4 * 2 + 512
     for live in blocks:
         assert live["device_blocks"] <= own + 2
@@ -146,6 +152,8 @@ def test_ragged_minibatches_grow_the_slots_and_no_more(fake, driver, way):
 
 
 def resident_mib():
+    # What threads have freed stays with the allocator's arenas otherwise.
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096 / 2**20
 
@@ -155,14 +163,14 @@ class Interrupted(Exception):
 
 
 @pytest.mark.slow
-def test_three_hundred_epochs_leave_nothing_behind(kind, driver, way):
+def test_three_hundred_epochs_leave_nothing_behind(kind, driver, monkeypatch):
     """Of 3 minibatches of up to 1 MiB; every 10th ends early, every 20th in an error."""
+    force_worker(monkeypatch)
     job = Job(kind, driver)
     job.trainer.hooks.clear()
     sizes = [*range(1, 21), *range(19, 0, -1)]
-    features = 1 << 20 >> 2  # bytes to floats
-    samples = features // FEATURES // 20
-    arrays = np.zeros((1, 20 * samples, FEATURES)), np.zeros((1, 20 * samples, FEATURES))
+    samples = (1 << 20) // 4 // FEATURES // 20
+    arrays = [np.zeros((1, 20 * samples, FEATURES), np.float32) for _ in range(2)]
     state = {"epoch": 0}
 
     class Data:
@@ -209,7 +217,8 @@ def test_three_hundred_epochs_leave_nothing_behind(kind, driver, way):
             assert now == at_start
             resident.append(resident_mib())
     assert state["epoch"] == 300
-    assert max(resident) - min(resident[:2]) < 5
+    third = len(resident) // 3
+    assert max(resident[-third:]) - max(resident[:third]) < 5
 
 
 def test_a_dropped_network_and_trainer_take_all_with_them(kind, driver, way):
@@ -226,7 +235,7 @@ def test_a_dropped_network_and_trainer_take_all_with_them(kind, driver, way):
 SLOT = 512  # bytes of page-locked or device memory in a slot for coded minibatches
 
 
-def trained_once(driver, depth, way_in=None):
+def trained_once(driver, depth):
     """Return a job whose network has all its memory, so that only slots are to come."""
     job = Job("device", driver, depth=depth)
     job.net.provide_external_data(batch(0))
@@ -260,13 +269,8 @@ def test_with_memory_for_fewer_slots_there_are_fewer_and_one_warning(
     messages = train_with_warnings(job)
     assert_same(plain, job.result())
     assert job.seen == codes(*range(6))
-    # Without a worker two slots are enough whatever the depth.
-    needed = depth if way == "worker" else min(depth, 2)
-    if slots >= needed:
+    if slots >= depth:
         assert messages == [] and job.stats.fallbacks == []
-    elif not messages:
-        # A worker that is no quicker than the step never needs its last slot.
-        assert slots > 0 and depth > 2
     else:
         assert messages == job.stats.fallbacks and len(messages) == 1
         assert "ran short" in messages[0] and "CUDA_ERROR_OUT_OF_MEMORY" in messages[0]
@@ -302,8 +306,6 @@ def test_any_allocation_may_fail_once(nth, call, fake, driver, way):
     assert_same(plain, job.result())
     assert job.seen == codes(*range(len(sizes)))
     assert len(caught) == failed == len(job.stats.fallbacks)
-    if not failed:
-        fake.fail(call, nth, times=0) if False else None
     fake_left(fake, call, nth - (fake.calls(call) - made))
     job.train_again()
 
@@ -381,5 +383,5 @@ def test_no_memory_anywhere_on_the_device_is_brainstorms_own_error(fake, driver,
     assert "cuMemAlloc" in str(caught.value)
     del caught
     fake.set_limits()
-    bs.global_rnd.set_seed(1)
-    job.train_again()
+    # brainstorm's network has lost its buffers, another one has not.
+    Job("device", driver).train_again()

@@ -440,6 +440,8 @@ typedef struct {
 /* Copies in flight of one stream, numbered from 0 in the order of their issue. */
 struct Ledger {
     CUstream stream;   /* borrowed: the Stream object's, or foreign */
+    int is_foreign; /* stream may be destroyed while copies are held for it: each gets a
+                       fence, and no call is made on the handle for their sake */
     Held *held;        /* owned ring: copy n is held[n % capacity], head <= n < tail */
     uint64_t capacity; /* a power of two, or 0 */
     uint64_t head, tail;

@@ -132,10 +132,15 @@ context_argument(ModuleState *state, PyObject *object)
     return (ContextObject *)Py_NewRef(object);
 }
 
-/* Free the ledgers with nothing in them: their foreign streams may be gone. */
+/* Free the ledgers with nothing left in them: their foreign streams may be gone. */
 static void
 sweep_ledgers(ContextObject *self)
 {
+    for (Ledger *it = self->ledgers; it != NULL; it = it->next) {
+        it->users++; /* dropping references may run code that sweeps as well */
+        ledger_poll(it, self);
+        it->users--;
+    }
     Ledger **place = &self->ledgers;
     while (*place != NULL) {
         Ledger *ledger = *place;
@@ -168,6 +173,7 @@ context_ledger(ContextObject *self, CUstream stream)
         return NULL;
     }
     ledger->stream = stream;
+    ledger->is_foreign = stream != NULL && stream != CU_STREAM_LEGACY;
     ledger->next = self->ledgers;
     self->ledgers = ledger;
     return ledger;

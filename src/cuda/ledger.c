@@ -139,7 +139,8 @@ ledger_reserve(ModuleState *state, Ledger *ledger, ContextObject *context,
     if (make_room(ledger) < 0) {
         goto error;
     }
-    if (nbytes < LEDGER_SMALL && ledger->tail - ledger->fenced < LEDGER_BATCH - 1) {
+    if (nbytes < LEDGER_SMALL && !ledger->is_foreign &&
+        ledger->tail - ledger->fenced < LEDGER_BATCH - 1) {
         return 0;
     }
     ledger_poll(ledger, context);
@@ -220,10 +221,12 @@ ledger_drain(Ledger *ledger, ContextObject *context, const char **call)
     if (ledger->head != ledger->tail && driver_usable()) {
         Py_BEGIN_ALLOW_THREADS
         IN_CONTEXT(scope, context->handle, status,
-                   driver.StreamSynchronize(ledger->stream));
+                   ledger->is_foreign ? driver.CtxSynchronize()
+                                      : driver.StreamSynchronize(ledger->stream));
         Py_END_ALLOW_THREADS
     }
-    *call = scope_call(&scope, "cuStreamSynchronize");
+    *call = scope_call(&scope, ledger->is_foreign ? "cuCtxSynchronize"
+                                                  : "cuStreamSynchronize");
     /* Should the wait have failed: there is no better moment to come. */
     ledger_settle(ledger, upto);
     if (ledger->spares > 0 && driver_usable() &&
