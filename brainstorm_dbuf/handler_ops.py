@@ -57,6 +57,7 @@ def set_from_numpy_async(self: Any, mem: Any, arr: np.ndarray, stream: Any) -> N
 
     Raises:
         ValueError: the shapes differ.
+        TypeError: ``arr`` is no NumPy array.
     """
     _check_shapes(mem, arr)
     ready = (
@@ -90,6 +91,11 @@ def set_from_numpy_plain(
 
 
 def _check_shapes(mem: Any, arr: Any) -> None:
+    if not isinstance(arr, np.ndarray):
+        raise TypeError(
+            f"arr: expected a NumPy array of shape {tuple(mem.shape)}, got "
+            f"{type(arr).__name__}"
+        )
     if tuple(mem.shape) != tuple(arr.shape):
         raise ValueError(
             f"Shape of destination ({tuple(mem.shape)}) != Shape of source "

@@ -130,14 +130,29 @@ def way(request, monkeypatch):
     return request.param
 
 
+def live_objects():
+    """Return the counts of what a test must leave as it was.
+
+    The real driver's context outlives the test, and with it the events that its ledger
+    of the NULL stream keeps to use again.
+    """
+    counts = dbuf.live_objects()
+    if KIND == "real":
+        del counts["contexts"], counts["fences"]
+    return counts
+
+
 @pytest.fixture
 def nothing_left(driver):
     """After the test there is no thread, driver object or memory that it has made."""
-    before = dbuf.live_objects()
+    before = live_objects()
     yield
     gc.collect()
     assert [t for t in threading.enumerate() if t.name == WORKER_NAME] == []
-    assert dbuf.live_objects() == before
+    if KIND == "real":
+        # What is in flight is let go when the context is waited for.
+        dbuf.Context.current().synchronize()
+    assert live_objects() == before
     if driver.fake is not None:
         live = driver.fake.live()
         assert live.pop("contexts") == 1

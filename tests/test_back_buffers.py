@@ -14,6 +14,7 @@ from brainstorm_dbuf import access as access_module
 from brainstorm_dbuf import back_buffers
 from brainstorm_dbuf.access import CudaAccess, HostAccess
 from binding_tools import foreign_view, pinned
+from conftest import live_objects
 from slow_stream import slow  # noqa: F401
 
 pytestmark = pytest.mark.timeout(20)
@@ -58,7 +59,7 @@ class Lent:
 @pytest.fixture
 def access(driver):
     gc.collect()
-    before = dbuf.live_objects()
+    before = live_objects()
     context = dbuf.Context.current()
     made = CudaAccess(
         np.float32,
@@ -73,7 +74,8 @@ def access(driver):
     vars(made).clear()  # pytest holds the object itself
     del made, context
     gc.collect()
-    assert dbuf.live_objects() == before
+    dbuf.Context.current().synchronize()
+    assert live_objects() == before
 
 
 def full(value, shape=(2, 3, 4), dtype=np.float32):

@@ -335,21 +335,19 @@ def test_a_wrong_array_on_the_device_is_not_copied(fault, kind, driver, way):
 
         return gpuarray.to_gpu(values.astype(dtype))
 
-    def make_pass():
-        yield on_device(0)
-        yield on_device(1)
-        if fault == "float64":
-            yield on_device(2, dtype=np.float64)
-        elif fault == "transposed":
-            data = on_device(2)
-            data["default"] = data["default"].transpose(2, 1, 0)
-            yield data
-        else:
-            yield on_device(2, features=2 if fault == "smaller" else 4)
-
     job = Job(kind, driver)
+    # Made here: PyCUDA makes no array in a thread without a context of PyCUDA's own.
+    batches = [on_device(0), on_device(1)]
+    if fault == "float64":
+        batches.append(on_device(2, dtype=np.float64))
+    elif fault == "transposed":
+        data = on_device(2)
+        data["default"] = data["default"].transpose((2, 1, 0))
+        batches.append(data)
+    else:
+        batches.append(on_device(2, features=2 if fault == "smaller" else 4))
     with pytest.raises(ValueError, match="input 'default'") as caught:
-        job.train(From(make_pass))
+        job.train(From(lambda: iter(batches)))
     wrong = {"float64": "float64", "smaller": "(1, 2, 2)", "larger": "(1, 2, 4)"}
     assert wrong.get(fault, "(3, 2, 1)") in str(caught.value)
     assert job.seen == codes(0, 1)

@@ -504,7 +504,7 @@ def script(body, tmp_path, kind, way, status=0, timeout=30):
         ],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([ROOT, TESTS]),
+            "PYTHONPATH": os.pathsep.join([ROOT, TESTS, *filter(None, sys.path)]),
             "FOLDER": str(tmp_path),
         },
         capture_output=True,

@@ -67,7 +67,7 @@ def slow_before(monkeypatch, method, slow, stream_of, ms):
 def test_a_slow_hand_over_is_never_overtaken(
     mode, driver, device, way, slow, monkeypatch
 ):
-    """The hand-over starts late and takes long; the next minibatch waits at its slot."""
+    """The hand-over starts late and takes long; the next minibatch waits."""
     own = CudaAccess.copy_to_front
 
     def many_times(self, *arguments):
@@ -270,7 +270,7 @@ def test_all_views_of_an_input_show_the_same_minibatch(kind, driver, way):
     assert buffered.logs["rolling_training"]["MeanTarget"] == [1001.5]
 
 
-# -------------------------------------- page-locked sources that go away (11), late (13)
+# ------------------------------------- page-locked sources that go away (11), late (13)
 
 
 def dropped_page_locked(count, size=12000):

@@ -1,4 +1,4 @@
-"""Any driver call may fail, once, at any time: a clear error, nothing left, on it goes."""
+"""Any driver call may fail at any time: a clear error, nothing left, on it goes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def small_pass():
 
 
 def large_pass():
-    """Minibatches that are copied from where they lie, then larger ones that are not."""
+    """Minibatches copied from where they lie, then larger ones that are not."""
     arrays = {
         name: dbuf.pagelocked_empty((1, 6000, FEATURES))
         for name in ("default", "targets")
@@ -255,7 +255,7 @@ def test_a_driver_that_fails_from_now_on_ends_training(fake, driver, way):
         gc.collect()
 
 
-# ------------------------------------------------------------------ no driver, an old one
+# ---------------------------------------------------------------- no driver, an old one
 
 
 PROLOGUE = """
@@ -283,13 +283,16 @@ PROLOGUE = """
 
     @access.access_for.register(GpuHandler)
     def gpu_access(handler):
-        return access.CudaAccess(np.float32, _cuda.Context.current(), None, None, None, None)
+        context = _cuda.Context.current()
+        return access.CudaAccess(np.float32, context, None, None, None, None)
+
+    def data():
+        return minibatches("recurrent", np.random.default_rng(1))
 
     def expect_error():
         for use in (
             lambda: train(GpuHandler(np.float32)),
-            lambda: next(dbuf.Prefetch(minibatches("recurrent", np.random.default_rng(1)))(
-                GpuHandler(np.float32))),
+            lambda: next(dbuf.Prefetch(data())(GpuHandler(np.float32))),
             dbuf.device_count,
             lambda: dbuf.pagelocked_empty(4),
         ):
@@ -320,7 +323,7 @@ def script(body, library):
         ],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([ROOT, TESTS]),
+            "PYTHONPATH": os.pathsep.join([ROOT, TESTS, *filter(None, sys.path)]),
             "BRAINSTORM_DBUF_LIBCUDA": str(library),
             "BRAINSTORM_DBUF_TEST_DRIVER": "real",  # conftest: choose no library
         },

@@ -1,4 +1,4 @@
-"""handler.pagelocked_empty and handler.set_from_numpy_async, on each kind of handler."""
+"""handler.pagelocked_empty and set_from_numpy_async, on each kind of handler."""
 
 from __future__ import annotations
 

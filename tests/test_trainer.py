@@ -358,7 +358,7 @@ def test_a_file_and_a_description_load_where_there_is_no_gpu(driver, tmp_path):
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
         env={
             **os.environ,
-            "PYTHONPATH": ROOT,
+            "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)]),
             "BRAINSTORM_DBUF_LIBCUDA": str(tmp_path / "no driver"),
         },
         capture_output=True,
