@@ -2,6 +2,7 @@
 #   make demo    venv, brainstorm, build, and the main job on real data
 #   make test    the same set-up, then all tests
 # On a machine with an NVIDIA GPU, with its own python3 and without a network:
+#   make gpu-demo   the main job on PyCudaHandler
 #   make gpu-test   all tests, on the stand-in driver and on the real one
 #   make gpu-bench  the benchmarks
 # What that machine lacks lies as wheels or source packages in $(WHEELS).
@@ -13,7 +14,7 @@ BIN = $(VENV)/bin
 SOURCES = setup.py pyproject.toml $(wildcard src/*/*.[ch]) \
 	$(wildcard brainstorm_dbuf/*.py brainstorm_dbuf/*.pyi brainstorm_dbuf/*/*.py)
 
-.PHONY: demo test bench gpu-build gpu-test gpu-memcheck gpu-bench clean
+.PHONY: demo test bench gpu-build gpu-demo gpu-test gpu-memcheck gpu-bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/digits.py
@@ -35,8 +36,11 @@ $(VENV)/installed: $(SOURCES)
 GPU_SITE = build/gpu-site
 GPU_ENV = PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) PYTHONUNBUFFERED=1
 GPU_TESTS ?= tests
-# Tests that provoke driver errors on purpose are no matter for the checker.
-MEMCHECK_TESTS ?= tests/test_binding_*.py tests/test_back_buffers.py tests/test_parity.py
+# The binding's tests, the feed's slots, and one whole training.
+MEMCHECK_TESTS ?= tests/test_binding_copies.py tests/test_binding_in_flight.py \
+	tests/test_binding_memory.py tests/test_binding_objects.py \
+	tests/test_back_buffers.py tests/test_handler_ops.py \
+	"tests/test_parity.py::test_each_kind_of_network_trains_to_the_same_weights[pycuda-mlp with dropout]"
 
 gpu-build:
 	mkdir -p $(GPU_SITE)
@@ -45,19 +49,22 @@ gpu-build:
 		--no-index --no-deps --no-warn-script-location --upgrade \
 		--target $(GPU_SITE) $(wildcard $(WHEELS)/*.whl)
 
+gpu-demo: gpu-build
+	$(GPU_ENV) $(PYTHON) examples/digits.py --handler pycuda
+
 gpu-test: gpu-build
 	$(GPU_ENV) $(PYTHON) -m pytest $(GPU_TESTS)
 	$(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real $(PYTHON) -m pytest $(GPU_TESTS)
 
+# Errors that the driver reports to its caller, as some tests want, are not the checker's.
 gpu-memcheck: gpu-build
 	$(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real compute-sanitizer --tool memcheck \
 		--error-exitcode 9 --require-cuda-init=no --report-api-errors no \
 		$(PYTHON) -m pytest -p no:cacheprovider --timeout 300 $(MEMCHECK_TESTS)
 
 gpu-bench: gpu-build
-	$(GPU_ENV) $(PYTHON) bench/driver_calls.py
-	$(GPU_ENV) $(PYTHON) bench/small_batches.py
-	$(GPU_ENV) $(PYTHON) bench/large_batches.py
+	status=0; for bench in driver_calls small_batches large_batches; do \
+		$(GPU_ENV) $(PYTHON) bench/$$bench.py || status=1; done; exit $$status
 
 clean:
 	rm -rf build dist $(VENV) *.egg-info brainstorm_dbuf/*.so

@@ -1,8 +1,9 @@
 """What a driver call costs from Python, beside the same call from C, in one run.
 
 Method: `rounds` rounds; in each, a burst of calls from C and one from Python in turn, the
-stream drained between bursts (short ones, so that the stream's queue never fills). The
-figures are medians over the rounds of the time of one call, loop included on both sides.
+stream drained between bursts (short ones: it is the cost of issuing a call, not the pace
+at which the device works off a long queue). The figures are medians over the rounds of
+the time of one call, loop included on both sides.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 import brainstorm_dbuf as dbuf
 import numpy as np
 
-ROUNDS, BURST = 1000, 50
+ROUNDS, BURST = 2000, 20
 COPY_BYTES = 64 * 1024
 LIMITS = {"event record": 1.35, "wait event": 1.35, "memcpy_htod_async 64 KiB": 1.10}
 

@@ -42,7 +42,7 @@ def tiny(double_buffering, epochs=1):
     )
 
 
-def mnist_pi(double_buffering, epochs=2):
+def mnist_pi(double_buffering, epochs=5):
     from brainstorm.handlers import PyCudaHandler
 
     rnd = np.random.RandomState(0)
@@ -62,7 +62,7 @@ def mnist_pi(double_buffering, epochs=2):
 
 
 def train(make_net, handler, iterator, double_buffering, epochs):
-    """Return (seconds an update, weights)."""
+    """Return (seconds an update, weights, what the feed did)."""
     bs.global_rnd.set_seed(1)
     iterator.rnd.set_seed(1)
     net = make_net()
@@ -76,7 +76,7 @@ def train(make_net, handler, iterator, double_buffering, epochs):
     started = time.perf_counter()
     trainer.train(net, iterator)
     elapsed = time.perf_counter() - started
-    return elapsed / trainer.current_update_nr, net.get("parameters")
+    return elapsed / trainer.current_update_nr, net.get("parameters"), trainer.feed_stats
 
 
 def main() -> int:
@@ -94,13 +94,14 @@ def main() -> int:
     failed = False
     for name, run in rows.items():
         run(False), run(True)  # warm-up
-        ratios, plain_times, identical = [], [], True
+        ratios, plain_times, identical, workers = [], [], True, 0
         for pair in range(options.pairs):
             seconds, weights = {}, {}
             for double_buffering in (False, True) if pair % 2 else (True, False):
-                seconds[double_buffering], weights[double_buffering] = run(
+                seconds[double_buffering], weights[double_buffering], stats = run(
                     double_buffering
                 )
+                workers += stats.workers if double_buffering else 0
             ratios.append(seconds[True] / seconds[False])
             plain_times.append(seconds[False])
             identical &= np.array_equal(weights[True], weights[False])
@@ -108,8 +109,8 @@ def main() -> int:
         print(
             f"{name:<26} plain {statistics.median(plain_times) * 1e6:8.1f} us an "
             f"update   double-buffered / plain = {ratio:.3f} ({min(ratios):.3f} to "
-            f"{max(ratios):.3f}; at most {AT_MOST:.2f})   weights "
-            f"{'identical' if identical else 'DIFFERENT'}"
+            f"{max(ratios):.3f}; at most {AT_MOST:.2f})   {workers} workers started   "
+            f"weights {'identical' if identical else 'DIFFERENT'}"
         )
         failed |= ratio > AT_MOST or not identical
     return int(failed)

@@ -35,10 +35,11 @@ PyObject *
 pagelocked_owner(ModuleState *state, PyArrayObject *array, const char *first,
                  const char *end)
 {
-    PyObject *base = (PyObject *)array;
+    PyObject *base = PyArray_BASE(array);
     const char *start;
     size_t nbytes;
-    while (base != NULL && PyArray_Check(base)) {
+    while (base != NULL && !Py_IS_TYPE(base, state->PageLockedMemory_type) &&
+           PyArray_Check(base)) {
         base = PyArray_BASE((PyArrayObject *)base);
     }
     if (base == NULL) {
