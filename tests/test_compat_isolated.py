@@ -69,6 +69,8 @@ def test_importing_the_package_imports_no_brainstorm_and_no_skcuda():
 def test_brainstorm_imports_after_the_package_and_leaves_numpy_as_it_was():
     run(
         """
+        import sys
+        sys.modules["pycuda"] = None  # it loads more of NumPy
         import numpy, ctypes, datetime
         import h5py, six
         before = {m.__name__: dict(vars(m)) for m in (numpy, ctypes, datetime, h5py)}
@@ -104,7 +106,14 @@ def test_an_import_of_brainstorm_that_failed_before_does_no_harm():
     )
 
 
-BRAINSTORM_FIRST = """
+# A PyCUDA that works would bring a context, of whichever thread imports it, and more of
+# NumPy with it.
+WITHOUT_PYCUDA = """
+import sys
+sys.modules["pycuda"] = None
+"""
+
+BRAINSTORM_FIRST = WITHOUT_PYCUDA + """
 import sys, types, math, numpy
 # What brainstorm would find on a machine of its time: its own compiled module, np.Inf.
 own = types.ModuleType("brainstorm.handlers._cpuop")
@@ -175,19 +184,22 @@ def test_a_reloaded_module_is_changed_again():
 
 def test_two_threads_may_import_brainstorm_at_once():
     run(
-        """
-        import threading
-        from brainstorm_dbuf import compat
-        got = []
-        threads = [
-            threading.Thread(target=lambda: got.append(compat.require_brainstorm()))
-            for _ in range(4)
-        ]
-        [t.start() for t in threads]
-        [t.join() for t in threads]
-        assert len(got) == 4 and len(set(map(id, got))) == 1
-        assert got[0].tools.np.int is int
-        """
+        WITHOUT_PYCUDA
+        + textwrap.dedent(
+            """
+            import threading
+            from brainstorm_dbuf import compat
+            got = []
+            threads = [
+                threading.Thread(target=lambda: got.append(compat.require_brainstorm()))
+                for _ in range(4)
+            ]
+            [t.start() for t in threads]
+            [t.join() for t in threads]
+            assert len(got) == 4 and len(set(map(id, got))) == 1
+            assert got[0].tools.np.int is int
+            """
+        )
     )
 
 

@@ -271,8 +271,13 @@ def run_installer(python, sdist, *arguments):
         f"i.SDIST_SHA256 = {installer.SDIST_SHA256!r}\n"
         f"sys.exit(i.main({['--sdist', str(sdist), *arguments]!r}))"
     )
+    # Nothing of this environment may be seen in the other one.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     return subprocess.run(
-        [str(python), "-c", stub_package() + script], capture_output=True, text=True
+        [str(python), "-c", stub_package() + script],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
 
 
