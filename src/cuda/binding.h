@@ -345,6 +345,12 @@ struct ContextObject {
     ContextObject *next; /* borrowed: next in the list of all contexts */
 };
 
+/* What to do about a thread without a context; no format directive in it. */
+#define NO_CONTEXT_ADVICE \
+    "no context is current in this thread; set one around the call, `with context:`, " \
+    "or pass context=; Context.primary(0) gives a device's own, Context.current() " \
+    "the one of the thread that has it"
+
 /* The context current in this thread; new reference. NULL with CudaError set if
  * none. */
 ContextObject *context_current(ModuleState *state);

@@ -91,9 +91,7 @@ context_current(ModuleState *state)
     }
     if (handle == NULL) {
         raise_cuda(state, "cuCtxGetCurrent", CUDA_ERROR_INVALID_CONTEXT,
-                   "no context is current in this thread; set one around the call, "
-                   "`with context:`, or pass context=; Context.primary(0) gives a "
-                   "device's own, Context.current() the one of the thread that has it");
+                   NO_CONTEXT_ADVICE);
         return NULL;
     }
     return context_of_handle(state, handle);

@@ -101,7 +101,10 @@ resolve_handle(ModuleState *state, unsigned long long value, StreamRef *ref)
     CUstream handle = (CUstream)(uintptr_t)value;
     CUresult status = driver.StreamGetCtx(handle, &context);
     if (status != CUDA_SUCCESS) {
-        raise_cuda(state, "cuStreamGetCtx", status, "stream %p", (void *)handle);
+        raise_cuda(state, "cuStreamGetCtx", status,
+                   status == CUDA_ERROR_INVALID_CONTEXT ? NO_CONTEXT_ADVICE
+                                                        : "stream %p",
+                   (void *)handle);
         return -1;
     }
     ref->context = context_of_handle(state, context);
