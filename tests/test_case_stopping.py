@@ -440,6 +440,8 @@ PROLOGUE = """
     from brainstorm_dbuf import feed
     from coded import *
 
+    # What a shell starts in the background ignores Ctrl-C, and hands that down.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     kind, way = sys.argv[1:]
     if way == "worker":
         feed.WORTH_A_WORKER_SECONDS = -1.0
