@@ -6,6 +6,7 @@ import copy
 import importlib
 import inspect
 import os
+import re
 import pickle
 import subprocess
 import sys
@@ -395,7 +396,7 @@ def outcome(how, thing):
     try:
         COPIES[how](thing)
     except Exception as error:
-        return type(error), str(error)
+        return type(error), re.sub(r" at 0x[0-9a-f]+", "", str(error))
     return "copied"
 
 
