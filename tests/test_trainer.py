@@ -6,8 +6,8 @@ import copy
 import importlib
 import inspect
 import os
-import re
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
