@@ -5,14 +5,14 @@
 #   make gpu-demo   the main job on PyCudaHandler
 #   make gpu-test   all tests, on the stand-in driver and on the real one
 #   make gpu-bench  the benchmarks
-# What that machine lacks lies as wheels or source packages in $(WHEELS).
+# What that machine lacks lies as wheels in $(WHEELS).
 
 PYTHON ?= python3
 VENV ?= .venv
 WHEELS ?= wheels
 BIN = $(VENV)/bin
-SOURCES = setup.py pyproject.toml $(wildcard src/*/*.[ch]) \
-	$(wildcard brainstorm_dbuf/*.py brainstorm_dbuf/*.pyi brainstorm_dbuf/*/*.py)
+# The package is installed in place: only what is compiled asks for another install.
+SOURCES = setup.py pyproject.toml $(wildcard src/*/*.[ch])
 
 .PHONY: demo test bench gpu-build gpu-demo gpu-test gpu-memcheck gpu-bench clean
 

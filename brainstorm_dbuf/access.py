@@ -27,9 +27,9 @@ from .back_buffers import DeviceSlot, HostSlot
 class HostAccess:
     """A handler whose arrays are NumPy arrays; no CUDA anywhere."""
 
-    # What the trainer's own thread fetched goes straight into the network: a copy to a
-    # back buffer would take its time, and run beside nothing.
-    stages_inline = False
+    # A copy to a back buffer takes the time of the thread that makes it. So what the
+    # trainer's own thread fetched goes straight into the network.
+    queues_copies = False
 
     def __init__(self, dtype: Any) -> None:
         self.dtype = np.dtype(dtype)
@@ -61,8 +61,9 @@ class CudaAccess:
         running: makes a context manager that is open during each pass.
     """
 
-    # A queued copy runs by itself, whichever thread queued it.
-    stages_inline = True
+    # A copy to a back buffer is queued and runs by itself, whichever thread queued it;
+    # the one out of it may still be queued when the minibatch has been handed over.
+    queues_copies = True
 
     def __init__(
         self,

@@ -62,9 +62,6 @@ def lay_out(
 class HostSlot:
     """A minibatch in ordinary memory, of the handler's dtype, C-contiguous."""
 
-    # Whether a copy may still be queued when the minibatch has been handed over.
-    COPIES_LATER = False
-
     def __init__(self, access: Any) -> None:
         self._dtype = access.dtype
         self._block = np.empty(0, np.uint8)
@@ -122,8 +119,6 @@ class HostSlot:
 
 class DeviceSlot:
     """A minibatch on its way to the device, and there."""
-
-    COPIES_LATER = True
 
     def __init__(self, access: Any) -> None:
         self._access = access

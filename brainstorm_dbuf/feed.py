@@ -10,12 +10,12 @@ over, while the network trains on k. (With ``depth`` back buffers it runs at mos
 ``depth - 1`` ahead, with one buffer one.)
 
 A worker costs a hand-off between threads for each minibatch. Where preparing one takes
-less of the host's time than that, the trainer's thread prepares it itself: for a device it
-queues the copy of minibatch k + 1 before it starts step k, so the copy runs during the
-step all the same; on the host there is nothing to gain, and the minibatch goes straight
-into the network. A feed starts that way, and starts a worker once a few minibatches have
-shown that it pays; from then on each pass starts its worker after its first minibatch.
-Small minibatches so cost what they cost in brainstorm's own loop.
+less of the host's time, the trainer's thread prepares it itself: for a device it queues
+the copy of minibatch k + 1 before it starts step k, so the copy runs during the step all
+the same; on the host there is nothing to gain, and the minibatch goes straight into the
+network. Each pass starts that way, and starts its worker once its minibatches, with those
+of the passes before, have shown that it pays. Small minibatches so cost what they cost in
+brainstorm's own loop.
 
 Threads. The trainer's thread alone touches the network. The worker owns the iterator
 from its start to its end, holds no lock while it runs the user's code, and passes on

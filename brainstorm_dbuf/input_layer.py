@@ -107,7 +107,7 @@ class DoubleBufferedInput:
                 self._known = (names, seen, kind)
         else:
             arrays = {name: data[name] for name in kind.shapes}
-        if kind.on_device or (inline and not self._access.stages_inline):
+        if kind.on_device or (inline and not self._access.queues_copies):
             return Batch(kind, data=arrays)
         while (slot := self._claim()) is not None:
             try:
@@ -158,7 +158,7 @@ class DoubleBufferedInput:
             # The copy out of a slot just given back may not have run: filling that one
             # again would wait for it, another one does not.
             is_whole_ring = self._slots == self._allowed
-            if self._free and (is_whole_ring or not self._free[0].COPIES_LATER):
+            if self._free and (is_whole_ring or not self._access.queues_copies):
                 return self._free.popleft()
             if self._closed or not self._allowed:
                 return None

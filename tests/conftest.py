@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -27,6 +28,15 @@ if KIND == "fake":
 
 import brainstorm_dbuf as dbuf  # noqa: E402
 from brainstorm_dbuf.compat import pycuda_guard  # noqa: E402
+
+# What a program of its own must have on its path to see what the tests see.
+SUBPROCESS_PATH = os.pathsep.join(
+    [
+        os.path.dirname(os.path.dirname(dbuf.__file__)),
+        os.path.dirname(__file__),
+        *filter(None, sys.path),
+    ]
+)
 
 # The handlers that tests of training run on.
 HANDLERS = ["numpy", "device" if KIND == "fake" else "pycuda"]

@@ -9,7 +9,6 @@ import sys
 import textwrap
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ import brainstorm as bs
 from brainstorm.data_iterators import Flip, Minibatches
 from brainstorm_dbuf import feed
 from coded import From, Job, batch, coded, codes, stop_at, workers
-from conftest import KIND
+from conftest import KIND, SUBPROCESS_PATH
 from parity import force_worker
 
 pytestmark = [pytest.mark.timeout(10), pytest.mark.usefixtures("nothing_left")]
@@ -427,8 +426,6 @@ def test_slow_minibatches_get_a_worker_by_themselves(kind, driver, monkeypatch):
 
 # ------------------------------------------------------------------- signals (26)
 
-TESTS = str(Path(__file__).parent)
-ROOT = str(Path(dbuf.__file__).parent.parent)
 
 PROLOGUE = """
     import os, signal, sys, threading, time
@@ -506,7 +503,7 @@ def script(body, tmp_path, kind, way, status=0, timeout=30):
         ],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([ROOT, TESTS, *filter(None, sys.path)]),
+            "PYTHONPATH": SUBPROCESS_PATH,
             "FOLDER": str(tmp_path),
         },
         capture_output=True,

@@ -8,21 +8,17 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from pathlib import Path
 
-import numpy as np
 import pytest
 
 import brainstorm_dbuf as dbuf
 from binding_tools import unraisable_errors
 from coded import FEATURES, From, Job, batch, codes, workers
-from conftest import KIND
+from conftest import KIND, SUBPROCESS_PATH
 from parity import make_handler
 
 pytestmark = pytest.mark.timeout(30)
 
-TESTS = str(Path(__file__).resolve().parent)
-ROOT = str(Path(TESTS).parent)
 COUNT = 6
 
 # Driver calls of a training, and whether there must be an error where one fails. The
@@ -325,7 +321,7 @@ def script(body, library):
         ],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([ROOT, TESTS, *filter(None, sys.path)]),
+            "PYTHONPATH": SUBPROCESS_PATH,
             "BRAINSTORM_DBUF_LIBCUDA": str(library),
             "BRAINSTORM_DBUF_TEST_DRIVER": "real",  # conftest: choose no library
         },

@@ -6,16 +6,13 @@ import os
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
-from conftest import KIND
+from conftest import KIND, SUBPROCESS_PATH
 
 pytestmark = pytest.mark.timeout(60)
 
-TESTS = str(Path(__file__).resolve().parent)
-ROOT = str(Path(TESTS).parent)
 
 PROLOGUE = """
     import gc, os, sys, threading, time, warnings
@@ -130,7 +127,7 @@ def program(body, kind, status=0, timeout=30, objects=True):
             "\n".join(textwrap.dedent(part) for part in parts),
             kind,
         ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, TESTS, *filter(None, sys.path)])},
+        env={**os.environ, "PYTHONPATH": SUBPROCESS_PATH},
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -309,7 +306,7 @@ def test_a_spawned_child_trains_with_a_driver_of_its_own(kind, driver, tmp_path)
     path.write_text(SPAWN.format(prologue=textwrap.dedent(PROLOGUE)))
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "error", str(path), kind],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, TESTS, *filter(None, sys.path)])},
+        env={**os.environ, "PYTHONPATH": SUBPROCESS_PATH},
         capture_output=True,
         text=True,
         timeout=50,

@@ -15,15 +15,8 @@ from parity import (
     skip_what_pycuda_cannot,
     train,
 )
-from conftest import KIND
 
-HANDLERS = ["numpy", "device"] if KIND == "fake" else ["numpy", "pycuda"]
 MODES = ["late", "random", "eager"]
-
-
-@pytest.fixture(params=HANDLERS)
-def kind(request, driver):
-    return request.param
 
 
 def runs(kind, driver, name, seed=0, modes=(None,), size=4, **kwargs):

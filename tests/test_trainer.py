@@ -12,7 +12,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,13 +27,12 @@ from brainstorm.data_iterators import (
 )
 from brainstorm.describable import create_from_description, get_description
 from coded import From, Hook, Job, batch, coded, codes, stop_at, the_value, workers
-from conftest import HANDLERS, KIND
+from conftest import HANDLERS, KIND, SUBPROCESS_PATH
 from networks import NETWORKS
 from parity import assert_same, force_worker
 
 pytestmark = [pytest.mark.timeout(10), pytest.mark.usefixtures("nothing_left")]
 
-ROOT = str(Path(dbuf.__file__).parent.parent)
 
 
 # --------------------------------------------------- brainstorm's own is untouched
@@ -359,7 +357,7 @@ def test_a_file_and_a_description_load_where_there_is_no_gpu(driver, tmp_path):
         [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([ROOT, *filter(None, sys.path)]),
+            "PYTHONPATH": SUBPROCESS_PATH,
             "BRAINSTORM_DBUF_LIBCUDA": str(tmp_path / "no driver"),
         },
         capture_output=True,

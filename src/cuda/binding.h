@@ -9,8 +9,8 @@
  * - GIL. Released around whatever may wait or move bytes; in such a region there is no
  *   Python call. Calls of some 150 ns that never wait (record, wait_event, query), and
  *   the queueing of a small copy in a stream that is not full, keep it. The module's
- * own lists and ledgers are protected by the GIL; the module does not declare itself
- * free of it.
+ *   own lists and ledgers are protected by the GIL; the module does not declare itself
+ *   free of it.
  * - In flight. An asynchronous copy holds both its ends in a ledger until an event
  *   recorded after it has passed (ledger.c).
  */
