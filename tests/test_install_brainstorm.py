@@ -271,13 +271,14 @@ def run_installer(python, sdist, *arguments):
         f"i.SDIST_SHA256 = {installer.SDIST_SHA256!r}\n"
         f"sys.exit(i.main({['--sdist', str(sdist), *arguments]!r}))"
     )
-    # Nothing of this environment may be seen in the other one.
+    return run_alone(python, stub_package() + script)
+
+
+def run_alone(python, script):
+    """Run a script in another environment; nothing of this one is seen there."""
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     return subprocess.run(
-        [str(python), "-c", stub_package() + script],
-        env=environment,
-        capture_output=True,
-        text=True,
+        [str(python), "-c", script], env=environment, capture_output=True, text=True
     )
 
 
@@ -299,20 +300,14 @@ def test_a_new_environment_without_pip_gets_brainstorm(sdist, tmp_path):
     done = run_installer(python, sdist, "--no-deps")
     assert done.returncode == 0, done.stderr
     assert "brainstorm 0.5 is installed in" in done.stdout
-    asked = subprocess.run(
-        [
-            str(python),
-            "-c",
-            "import json, brainstorm, importlib.metadata as m\n"
-            "d = m.distribution('brainstorm')\n"
-            "print(json.dumps([brainstorm.__version__, d.version,"
-            " d.read_text('INSTALLER')"
-            ".strip(), d.read_text('direct_url.json'), sorted(map(str, d.requires))]))",
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
+    asked = run_alone(
+        python,
+        "import json, brainstorm, importlib.metadata as m\n"
+        "d = m.distribution('brainstorm')\n"
+        "print(json.dumps([brainstorm.__version__, d.version, d.read_text('INSTALLER')"
+        ".strip(), d.read_text('direct_url.json'), sorted(map(str, d.requires))]))",
     )
+    assert asked.returncode == 0, asked.stderr
     assert json.loads(asked.stdout) == [
         "0.5",
         "0.5",

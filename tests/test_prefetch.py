@@ -15,7 +15,7 @@ import brainstorm as bs
 from brainstorm.data_iterators import AddGaussianNoise, DataIterator, Minibatches
 from brainstorm.describable import create_from_description, get_description
 from coded import FEATURES, From, Job, batch, coded, codes, the_value, workers
-from conftest import HANDLERS
+from conftest import HANDLERS, why_no_pycuda
 from networks import NETWORKS, data_for, minibatches
 from parity import (
     SEED,
@@ -284,6 +284,8 @@ def test_two_passes_over_one_prefetch_do_not_mix(kind, driver, way):
 
 
 def test_another_handler_gets_arrays_of_its_own(driver, way):
+    if "pycuda" in HANDLERS and why_no_pycuda() is not None:
+        pytest.skip(why_no_pycuda())
     iterator = dbuf.Prefetch(coded(3))
     for kind in HANDLERS * 2:
         handler = make_handler(kind, driver)
