@@ -63,7 +63,7 @@ gpu-memcheck: gpu-build
 		$(PYTHON) -m pytest -p no:cacheprovider --timeout 300 $(MEMCHECK_TESTS)
 
 gpu-bench: gpu-build
-	status=0; for bench in driver_calls small_batches large_batches; do \
+	status=0; for bench in driver_calls small_batches large_batches handlers; do \
 		$(GPU_ENV) $(PYTHON) bench/$$bench.py || status=1; done; exit $$status
 
 clean:

@@ -1,4 +1,4 @@
-"""Large images through PyCudaHandler: plain and double-buffered, beside the bound.
+"""Large images through a GPU handler: plain and double-buffered, beside the bound.
 
 Network: FullyConnected 256 and 10 classes over 256 images of 224x224x3 float32 (154 MB a
 minibatch), 45 updates, the loss read after each; the first 5 are warm-up (brainstorm and
@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 
 import brainstorm_dbuf as dbuf
+from gpu_handlers import GPU_HANDLERS, gpu_handler
 
 import brainstorm as bs
 import numpy as np
@@ -115,6 +116,7 @@ def time_link(locked, options):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--handler", choices=sorted(GPU_HANDLERS), default="pycuda")
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--updates", type=int, default=40)
@@ -124,10 +126,10 @@ def main() -> int:
     options = parser.parse_args()
     options.shape = (options.side, options.side, 3)
 
-    problem = dbuf.compat.pycuda_problem()
-    if problem is not None:
-        raise SystemExit(f"PyCudaHandler cannot be used: {problem}")
-    from brainstorm.handlers import PyCudaHandler
+    try:
+        make_handler = gpu_handler(options.handler)
+    except (ImportError, RuntimeError) as error:
+        raise SystemExit(f"--handler {options.handler}: {error}") from None
 
     samples = options.batch_size * options.distinct
     rnd = np.random.default_rng(0)
@@ -142,11 +144,9 @@ def main() -> int:
     print(__doc__.strip())
     device = dbuf.Device(0)
     nbytes = ordinary["default"].nbytes // options.distinct
-    print(f"\n{device.name}, driver CUDA {dbuf.driver_version()}, NumPy {np.__version__}, "
-          f"{nbytes / 1e6:.0f} MB a minibatch, median of {options.repeat}")
-
-    def make_handler():
-        return PyCudaHandler(seed=1)
+    print(f"\n{type(make_handler()).__name__} on {device.name}, driver CUDA "
+          f"{dbuf.driver_version()}, NumPy {np.__version__}, {nbytes / 1e6:.0f} MB a "
+          f"minibatch, median of {options.repeat}")
 
     rows = {
         "ordinary, plain": (ordinary, False),

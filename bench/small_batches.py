@@ -1,8 +1,8 @@
 """Small minibatches: double buffering must not cost what it cannot save.
 
 Rows: 5,000 minibatches of shape (1, 1, 4) through a tiny network on NumpyHandler, and
-brainstorm's mnist_pi network (784-1200-1200-10, dropout, minibatches of 100) on
-PyCudaHandler where there is one. Plain and double-buffered runs take turns, the order
+brainstorm's mnist_pi network (784-1200-1200-10, dropout, minibatches of 100) on a GPU
+handler where there is one. Plain and double-buffered runs take turns, the order
 swapped each time; the ratio is the median over the pairs. Weights must be equal to the
 bit.
 """
@@ -10,6 +10,7 @@ bit.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import sys
@@ -18,6 +19,7 @@ import time
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import brainstorm_dbuf as dbuf
+from gpu_handlers import GPU_HANDLERS, gpu_handler
 
 import brainstorm as bs
 import numpy as np
@@ -42,9 +44,7 @@ def tiny(double_buffering, epochs=1):
     )
 
 
-def mnist_pi(double_buffering, epochs=5):
-    from brainstorm.handlers import PyCudaHandler
-
+def mnist_pi(make_handler, double_buffering, epochs=5):
     rnd = np.random.RandomState(0)
     data = {
         "default": rnd.random_sample((1, 20000, 784)).astype(np.float32),
@@ -54,7 +54,7 @@ def mnist_pi(double_buffering, epochs=5):
         lambda: bs.tools.create_net_from_spec(
             "classification", 784, 10, "D.2 F1200 D F1200 D"
         ),
-        PyCudaHandler(seed=1),
+        make_handler(),
         Minibatches(100, shuffle=True, **data),
         double_buffering,
         epochs,
@@ -81,15 +81,18 @@ def train(make_net, handler, iterator, double_buffering, epochs):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--handler", choices=sorted(GPU_HANDLERS), default="pycuda")
     parser.add_argument("--pairs", type=int, default=7)
     options = parser.parse_args()
     print(__doc__.strip())
     rows = {"tiny, NumpyHandler": tiny}
-    problem = dbuf.compat.pycuda_problem()
-    if problem is None:
-        rows["mnist_pi, PyCudaHandler"] = mnist_pi
+    try:
+        make_handler = gpu_handler(options.handler)
+    except (ImportError, RuntimeError) as error:
+        print(f"\nmnist_pi is left out: {error}")
     else:
-        print(f"\nmnist_pi is left out: {problem}")
+        name = f"mnist_pi, {type(make_handler()).__name__}"
+        rows[name] = functools.partial(mnist_pi, make_handler)
     print()
     failed = False
     for name, run in rows.items():

@@ -29,6 +29,7 @@ from ._cuda import (
     HOST_ALLOC_WRITECOMBINED,
     Context,
     Device,
+    DeviceArray,
     DeviceMemory,
     Event,
     Stream,
@@ -61,6 +62,7 @@ from .stats import FeedStats, FeedWarning
 
 if TYPE_CHECKING:
     from .access import access_for
+    from .cuda_handler import CudaHandler
     from .prefetch import Prefetch
     from .trainer import DoubleBufferedTrainer, run_network
     from .trainer import DoubleBufferedTrainer as Trainer
@@ -68,6 +70,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _WITH_BRAINSTORM = {
+    "CudaHandler": ("cuda_handler", "CudaHandler"),
     "DoubleBufferedTrainer": ("trainer", "DoubleBufferedTrainer"),
     "Prefetch": ("prefetch", "Prefetch"),
     "Trainer": ("trainer", "DoubleBufferedTrainer"),
@@ -78,8 +81,10 @@ _WITH_BRAINSTORM = {
 __all__ = [
     "Context",
     "CudaError",
+    "CudaHandler",
     "CudaMemoryError",
     "Device",
+    "DeviceArray",
     "DeviceMemory",
     "DriverError",
     "Event",
@@ -122,9 +127,10 @@ __all__ = [
 compat.apply()
 compat.when_imported("brainstorm.handlers", handler_ops.install)
 # brainstorm looks for the class of a description among those that exist by then.
-compat.when_imported(
-    "brainstorm", lambda _: importlib.import_module(".trainer", __name__)
-)
+for _module in (".trainer", ".cuda_handler"):
+    compat.when_imported(
+        "brainstorm", lambda _, name=_module: importlib.import_module(name, __name__)
+    )
 
 
 def __getattr__(name: str) -> Any:

@@ -180,11 +180,30 @@ def pycuda_access(handler: Any) -> CudaAccess:
     )
 
 
+def cuda_access(handler: Any) -> CudaAccess:
+    """Reach a CudaHandler's arrays, which know their context and stream."""
+
+    def wrap(owner: Any, offset: int, shape: tuple[int, ...]) -> Any:
+        return handler.wrap(owner, int(owner) + offset, shape)
+
+    return CudaAccess(
+        handler.dtype,
+        handler.context,
+        handler.stream,
+        handler.array_type,
+        lambda array: array.ptr,
+        wrap,
+    )
+
+
 def _register_brainstorm_handlers() -> None:
     from brainstorm.handlers import NumpyHandler
     from brainstorm.optional import has_pycuda
 
+    from .cuda_handler import CudaHandler
+
     access_for.register(NumpyHandler, host_access)
+    access_for.register(CudaHandler, cuda_access)
     if has_pycuda:
         from brainstorm.handlers import PyCudaHandler
 

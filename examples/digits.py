@@ -6,6 +6,7 @@ brainstorm's own loop and once with the next minibatch prepared during each step
 with status 1 if the weights differ or the accuracy is too low.
 
     python examples/digits.py
+    python examples/digits.py --handler cuda
     python examples/digits.py --handler pycuda
     python examples/digits.py --data mnist.hdf5 --epochs 2
 """
@@ -40,6 +41,8 @@ def main() -> int:
     options = parse_options()
     train_set, test_set, source = load(options.data)
     handlers = {"numpy": lambda: NumpyHandler(np.float32, seed=options.seed)}
+    if options.handler == "cuda":
+        handlers["cuda"] = make_cuda_handler(options.seed)
     if options.handler == "pycuda":
         handlers["pycuda"] = make_pycuda_handler(options.seed)
     make_handler = handlers[options.handler]
@@ -88,7 +91,9 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--handler", choices=("numpy", "pycuda"), default="numpy")
+    parser.add_argument(
+        "--handler", choices=("numpy", "cuda", "pycuda"), default="numpy"
+    )
     parser.add_argument(
         "--data",
         metavar="FILE.hdf5",
@@ -253,6 +258,14 @@ def score(net, data: dict) -> float:
             [bs.scorers.Accuracy(out_name="Output.outputs.predictions")],
         )
     return float(scores["Accuracy"])
+
+
+def make_cuda_handler(seed: int):
+    try:
+        dbuf.CudaHandler(seed=seed)
+    except (ImportError, RuntimeError) as error:
+        raise SystemExit(f"--handler cuda: {error}") from None
+    return lambda: dbuf.CudaHandler(seed=seed)
 
 
 def make_pycuda_handler(seed: int):

@@ -8,6 +8,7 @@ the tests that look into the stand-in are skipped then, those that need a GPU ru
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import sys
@@ -24,9 +25,14 @@ if KIND not in ("fake", "real"):
         f"BRAINSTORM_DBUF_TEST_DRIVER: expected fake or real, got {KIND!r}"
     )
 if KIND == "fake":
+    # The stand-in is driver and cuBLAS in one; its kernels are ours, built for the CPU.
     os.environ["BRAINSTORM_DBUF_LIBCUDA"] = str(build.build_library())
+    os.environ["BRAINSTORM_DBUF_LIBCUBLAS"] = os.environ["BRAINSTORM_DBUF_LIBCUDA"]
+    if build.why_no_kernels() is None:
+        os.environ["FAKE_CUDA_KERNELS"] = str(build.build_kernels())
 
 import brainstorm_dbuf as dbuf  # noqa: E402
+from brainstorm_dbuf import _cuda  # noqa: E402
 from brainstorm_dbuf.compat import pycuda_guard  # noqa: E402
 
 # What a program of its own must have on its path to see what the tests see.
@@ -39,7 +45,7 @@ SUBPROCESS_PATH = os.pathsep.join(
 )
 
 # The handlers that tests of training run on.
-HANDLERS = ["numpy", "device" if KIND == "fake" else "pycuda"]
+HANDLERS = ["numpy", "device" if KIND == "fake" else "pycuda", "cuda"]
 WORKER_NAME = "brainstorm-dbuf feed"
 
 NEEDS_FAKE = "looks into the stand-in driver"
@@ -73,6 +79,19 @@ def why_no_pycuda():
     except ImportError as error:
         return str(error)
     return pycuda_guard.problem()
+
+
+@functools.cache
+def why_no_cuda_handler():
+    """Return why CudaHandler cannot be used here, None if it can."""
+    if KIND == "fake" and build.why_no_kernels() is not None:
+        return f"CudaHandler: {build.why_no_kernels()}"
+    try:
+        _cuda.HandlerCore(device=-1)  # refused, but only by what has kernels
+    except dbuf.CudaError:
+        return None
+    except RuntimeError as error:
+        return str(error)
 
 
 @contextlib.contextmanager
@@ -127,7 +146,19 @@ def kind(request, driver):
     """The kind of handler to train on, for parity.make_handler."""
     if request.param == "pycuda" and why_no_pycuda() is not None:
         pytest.skip(why_no_pycuda())
+    if request.param == "cuda" and why_no_cuda_handler() is not None:
+        pytest.skip(why_no_cuda_handler())
     return request.param
+
+
+@pytest.fixture
+def cuda(driver):
+    """A seeded CudaHandler."""
+    from parity import make_handler
+
+    if why_no_cuda_handler() is not None:
+        pytest.skip(why_no_cuda_handler())
+    yield make_handler("cuda", driver)
 
 
 @pytest.fixture(params=["automatic", "worker"])

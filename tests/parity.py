@@ -57,9 +57,14 @@ class Recorder(bs.training.MomentumStepper):
 
 
 def make_handler(kind, driver):
-    """Return a seeded handler: 'numpy', 'device' (the stand-in driver) or 'pycuda'."""
+    """Return a seeded handler.
+
+    'numpy', 'device' (NumPy in the stand-in driver's memory), 'pycuda' or 'cuda'.
+    """
     if kind == "numpy":
         return NumpyHandler(np.float32, seed=SEED)
+    if kind == "cuda":
+        return dbuf.CudaHandler(seed=SEED)
     if kind == "device":
         from device_handler import DeviceHandler
 

@@ -6,16 +6,19 @@ These tests call its entry points straight through ctypes, as a C program would.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import itertools
 import os
+import resource
 import shutil
 import threading
 import time
 from ctypes import POINTER, byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
+from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_cuda import FakeCuda, build_library
+from fake_cuda import FakeCuda, build_kernels, build_library, why_no_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,12 +29,14 @@ NOT_INITIALIZED = 3
 NO_DEVICE = 100
 INVALID_DEVICE = 101
 INVALID_CONTEXT = 201
+NO_BINARY_FOR_GPU = 209
 INVALID_HANDLE = 400
 NOT_FOUND = 500
 NOT_READY = 600
 CONTEXT_IS_DESTROYED = 709
 ALREADY_REGISTERED = 712
 NOT_REGISTERED = 713
+COOPERATIVE_LAUNCH_TOO_LARGE = 720
 
 NULL, LEGACY, PER_THREAD = 0, 1, 2
 BLOCKING, NON_BLOCKING = 0, 1
@@ -98,7 +103,18 @@ SIGNATURES = {
     "cuMemsetD8Async": (3020, (DEVICE_ADDRESS, ctypes.c_ubyte, c_size_t, HANDLE)),
     "cuMemsetD16Async": (3020, (DEVICE_ADDRESS, ctypes.c_ushort, c_size_t, HANDLE)),
     "cuMemsetD32Async": (3020, (DEVICE_ADDRESS, c_uint, c_size_t, HANDLE)),
-}
+    "cuMemHostGetDevicePointer": (3020, (POINTER(c_void_p), ADDRESS, c_uint)),
+    "cuModuleLoadData": (2000, (POINTER(c_void_p), c_void_p)),
+    "cuModuleUnload": (2000, (HANDLE,)),
+    "cuModuleGetFunction": (2000, (POINTER(c_void_p), HANDLE, c_char_p)),
+    "cuFuncGetAttribute": (2020, (POINTER(c_int), c_int, HANDLE)),
+    "cuFuncSetAttribute": (9000, (HANDLE, c_int, c_int)),
+    "cuLaunchKernel": (4000, (HANDLE, *[c_uint] * 7, HANDLE, c_void_p, c_void_p)),
+    "cuLaunchCooperativeKernel": (9000, (HANDLE, *[c_uint] * 7, HANDLE, c_void_p)),
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor": (
+        6050, (POINTER(c_int), HANDLE, c_int, c_size_t),
+    ),
+}  # fmt: skip
 # Entry points that work without a current context.
 FREE_OF_CONTEXT = {
     name
@@ -1459,7 +1475,7 @@ def test_live_objects_are_counted_by_kind(d, fake):
     assert fake.live() == {
         "contexts": 1, "streams": 1, "events": 1, "device_blocks": 1,
         "device_bytes": 100, "pinned_blocks": 1, "pinned_bytes": 20,
-        "registered": 1, "registered_bytes": 12,
+        "registered": 1, "registered_bytes": 12, "modules": 0, "blas_handles": 0,
     }  # fmt: skip
     d.ok("cuStreamDestroy", stream)
     d.ok("cuEventDestroy", event)
@@ -1668,3 +1684,765 @@ def test_many_threads_may_use_the_driver_at_once(d, fake, mode):
     assert live.pop("contexts") == 1
     assert not any(live.values())
     assert not any(fake.damage().values())
+
+
+# --- kernels ---
+
+SAMPLES = Path(__file__).parent / "fake_cuda" / "sample_kernels.cu"
+MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+
+class Kernels:
+    """The sample kernels, loaded in the driver's current context."""
+
+    def __init__(self, driver):
+        self.driver = driver
+        self.module = driver.new("cuModuleLoadData", b"any bytes")
+
+    def function(self, name):
+        return self.driver.new("cuModuleGetFunction", self.module, name.encode())
+
+    def call(self, name, grid, block, *values, shared=0, stream=NULL, together=False):
+        """Launch a kernel and return the code; values are ctypes objects."""
+        function = name if isinstance(name, int) else self.function(name)
+        places = (c_void_p * len(values))(*map(ctypes.addressof, values))
+        shape = [*grid, *[1] * (3 - len(grid)), *block, *[1] * (3 - len(block))]
+        if together:
+            launch, rest = self.driver.cuLaunchCooperativeKernel, (places,)
+        else:
+            launch, rest = self.driver.cuLaunchKernel, (places, None)
+        return launch(function, *shape, shared, stream, *rest)
+
+    def __call__(self, *arguments, **options):
+        assert self.call(*arguments, **options) == SUCCESS
+
+
+@pytest.fixture(scope="session")
+def kernels_library():
+    reason = why_no_kernels(SAMPLES)
+    if reason is not None:
+        pytest.skip(reason)
+    return build_kernels(kernels=SAMPLES, names=SAMPLES.with_suffix(".h"))
+
+
+@pytest.fixture
+def k(d, fake, kernels_library):
+    fake.set_kernels(kernels_library)
+    return Kernels(d)
+
+
+def of(address):
+    return c_void_p(address)
+
+
+def device_floats(d, array):
+    """Return a device block with a copy of the array, and the array over it."""
+    address = d.alloc(array.nbytes)
+    here = np.ctypeslib.as_array((c_float * array.size).from_address(address))
+    here[:] = array.ravel()
+    return address, here
+
+
+def test_building_the_kernels_twice_gives_the_same_file(kernels_library, tmp_path):
+    arguments = dict(kernels=SAMPLES, names=SAMPLES.with_suffix(".h"))
+    stamp = kernels_library.stat().st_mtime_ns
+    assert build_kernels(**arguments) == kernels_library
+    assert kernels_library.stat().st_mtime_ns == stamp
+
+
+def test_without_a_compiler_for_the_kernels_there_is_a_reason(monkeypatch, tmp_path):
+    assert "no such.cu" in why_no_kernels("no such.cu")
+    monkeypatch.setenv("CXX", "no-such-compiler -O3")
+    assert "no-such-compiler" in why_no_kernels(SAMPLES)
+    with pytest.raises(FileNotFoundError, match="no-such-compiler"):
+        build_kernels(tmp_path, SAMPLES)
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "no C++ compiler" in why_no_kernels(SAMPLES)
+
+
+def test_the_environment_names_the_kernels_else_no_module_loads(
+    d, fake, kernels_library, monkeypatch
+):
+    monkeypatch.delenv("FAKE_CUDA_KERNELS", raising=False)
+    assert d.cuModuleLoadData(byref(c_void_p()), b"") == NO_BINARY_FOR_GPU
+    monkeypatch.setenv("FAKE_CUDA_KERNELS", os.fspath(kernels_library))
+    Kernels(d)
+    fake.set_kernels("no such file")
+    assert d.cuModuleLoadData(byref(c_void_p()), b"") == NO_BINARY_FOR_GPU
+
+
+def test_modules_and_functions_are_known_by_their_handles(d, fake, k):
+    assert d.cuModuleLoadData(byref(c_void_p()), None) == INVALID_VALUE
+    function = k.function("add_value")
+    out = c_void_p()
+    assert d.cuModuleGetFunction(byref(out), k.module, b"nothing") == NOT_FOUND
+    assert d.cuModuleGetFunction(byref(out), function, b"sum") == INVALID_HANDLE
+    assert fake.live()["modules"] == 1
+    other = fake.create_context()
+    address = d.alloc(4)
+    value = (of(address), c_int(1), c_int(1))
+    assert k.call(function, (1,), (1,), *value) == INVALID_HANDLE
+    assert d.cuModuleUnload(k.module) == INVALID_HANDLE
+    fake.destroy_context(other)
+    d.ok("cuModuleUnload", k.module)
+    assert d.cuModuleUnload(k.module) == INVALID_HANDLE
+    assert k.call(function, (1,), (1,), *value) == INVALID_HANDLE
+    assert fake.live()["modules"] == 0
+
+
+def test_modules_go_with_their_context(d, fake, k):
+    d.ok("cuCtxDestroy", d.context)
+    assert fake.live()["modules"] == 0
+
+
+@pytest.mark.parametrize(
+    "grid, block, shared, code",
+    [
+        ((1,), (1024,), 0, SUCCESS),
+        ((1,), (1025,), 0, INVALID_VALUE),
+        ((1,), (32, 33), 0, INVALID_VALUE),
+        ((1,), (1, 1, 65), 0, INVALID_VALUE),
+        ((0,), (1,), 0, INVALID_VALUE),
+        ((1, 0), (1,), 0, INVALID_VALUE),
+        ((1,), (1, 1, 0), 0, INVALID_VALUE),
+        ((100000, 1), (1,), 0, SUCCESS),
+        ((1, 65535), (1,), 0, SUCCESS),
+        ((1, 65536), (1,), 0, INVALID_VALUE),
+        ((1, 1, 65536), (1,), 0, INVALID_VALUE),
+        ((1,), (1,), 48 << 10, SUCCESS),
+        ((1,), (1,), (48 << 10) + 1, INVALID_VALUE),
+    ],
+)
+def test_launches_beyond_the_limits_are_refused(d, k, grid, block, shared, code):
+    assert k.call("idle", grid, block, c_int(0), shared=shared) == code
+
+
+def test_more_dynamic_shared_memory_must_be_asked_for(d, k):
+    function, value = k.function("idle"), c_int()
+    most = 227 << 10
+    assert d.cuFuncSetAttribute(function, MAX_DYNAMIC_SHARED, most + 1) == INVALID_VALUE
+    d.ok("cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED, most)
+    d.ok("cuFuncGetAttribute", byref(value), MAX_DYNAMIC_SHARED, function)
+    assert value.value == most
+    k(function, (1,), (1,), c_int(0), shared=most)
+    assert k.call(function, (1,), (1,), c_int(0), shared=most + 1) == INVALID_VALUE
+    d.ok("cuDeviceGetAttribute", byref(value), 97, 0)  # what may be asked for
+    assert value.value == most
+    blocks = d.cuOccupancyMaxActiveBlocksPerMultiprocessor
+    assert blocks(byref(value), function, 256, most) == SUCCESS
+    assert value.value == 2
+    assert blocks(byref(value), function, 256, most + 1) == SUCCESS
+    assert value.value == 0
+
+
+def test_launches_that_lack_parameters_or_come_in_the_old_form_are_refused(d, k):
+    function = k.function("idle")
+    shape = (1, 1, 1, 1, 1, 1, 0, NULL)
+    extra = (c_void_p * 1)()
+    assert d.cuLaunchKernel(function, *shape, None, None) == INVALID_VALUE
+    assert d.cuLaunchKernel(function, *shape, None, extra) == INVALID_VALUE
+
+
+def test_page_locked_memory_has_a_device_pointer(d):
+    pinned, array = d.pinned(), np.zeros(3, np.int32)
+    assert d.new("cuMemHostGetDevicePointer", at(pinned) + 4, 0) == at(pinned) + 4
+    out = c_void_p()
+    assert d.cuMemHostGetDevicePointer(byref(out), at(array), 0) == INVALID_VALUE
+    d.ok("cuMemHostRegister", at(array), array.nbytes, 0)
+    assert d.new("cuMemHostGetDevicePointer", at(array), 0) == at(array)
+    assert d.cuMemHostGetDevicePointer(byref(out), d.alloc(4), 0) == INVALID_VALUE
+
+
+# --- kernels run as late as other work ---
+
+
+def test_a_kernel_runs_late_and_keeps_its_place_in_the_stream(d, fake, k):
+    stream = d.stream()
+    address, here = d.device()
+    d.set(address, 1, stream=stream)
+    k("add_value", (1,), (4,), of(address), c_int(5), c_int(3), stream=stream)
+    d.set(address, 9, 1, stream=stream)
+    assert (here == -1).all()
+    assert fake.pending() == 3
+    d.sync(stream)
+    assert here.tolist() == [9, 6, 6, 1]
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_events_order_a_kernel_after_another_streams_copy(d, k, ordered):
+    first, second, event = d.stream(), d.stream(), d.event()
+    source = d.pinned()
+    address, here = d.device()
+    source[:] = 10
+    here[:] = 0
+    d.htod(address, source, first)
+    d.record(event, first)
+    if ordered:
+        d.wait(second, event)
+    k("add_value", (1,), (4,), of(address), c_int(5), c_int(4), stream=second)
+    d.sync(second)
+    assert (here == (15 if ordered else 5)).all()
+
+
+def test_parameters_are_copied_at_the_launch(d, k):
+    address, here = d.device()
+    here[:] = 0
+    pointer, value, count = of(address), c_int(5), c_int(4)
+    k("add_value", (1,), (4,), pointer, value, count)
+    pointer.value, value.value, count.value = 0, 7, 1
+    d.sync()
+    assert (here == 5).all()
+
+
+class Scaling(ctypes.Structure):
+    _fields_ = [("first", ctypes.c_char), ("factor", ctypes.c_double), ("count", c_int)]
+
+
+def test_parameters_of_all_sizes_arrive(d, k):
+    address, here = device_floats(d, np.arange(8, dtype=np.float32))
+    offsets = (c_float * 4)(1, 2, 3, 4)
+    rest = (of(address), ctypes.c_bool(True), offsets, ctypes.c_longlong(100))
+    k("scale_all", (1,), (8,), Scaling(b"x", 1.5, 7), *rest)
+    d.sync()
+    expected = 3 * np.arange(8) + np.tile([101, 102, 103, 104], 2)
+    assert here[:7].tolist() == expected[:7].tolist()
+    assert here[7] == 7
+
+
+def test_kernels_may_use_page_locked_memory_and_null(d, fake, k):
+    pinned = d.pinned()
+    pinned[:] = 1
+    k("add_value", (1,), (4,), of(at(pinned)), c_int(1), c_int(4))
+    k("add_value", (1,), (4,), of(None), c_int(1), c_int(0))
+    end = d.device()[0] + 16
+    k("add_value", (1,), (4,), of(end), c_int(1), c_int(0))  # nothing, at its end
+    d.sync()
+    assert (pinned == 2).all()
+    assert fake.damage()["faults"] == 0
+
+
+def test_a_kernel_whose_memory_is_gone_is_a_fault(d, fake, k):
+    stream = d.stream()
+    array = np.zeros(4, np.int32)  # pageable
+    address, _ = d.device()
+    d.ok("cuMemFree", address)
+    for number, wrong in enumerate((address, at(array))):
+        k("add_value", (1,), (4,), of(wrong), c_int(1), c_int(4), stream=stream)
+        d.sync(stream)
+        assert fake.damage()["faults"] == number + 1
+    assert (array == 0).all()
+    assert fake.damage()["late_writes"] == 0
+
+
+def test_a_kernel_whose_module_is_gone_is_a_fault(d, fake, k):
+    address, here = d.device()
+    k("add_value", (1,), (4,), of(address), c_int(1), c_int(4))
+    d.ok("cuModuleUnload", k.module)
+    d.sync()
+    assert (here == -1).all()
+    assert fake.damage()["faults"] == 1
+
+
+def test_a_kernel_that_writes_beyond_its_memory_is_found_out(d, fake, k):
+    address, _ = d.device()
+    k("add_value", (1,), (8,), of(address), c_int(1), c_int(5))
+    d.sync()
+    assert fake.damage()["damaged_zones"] == 1
+
+
+def test_launches_can_be_made_to_fail_and_are_counted(d, fake, k):
+    fake.fail("cuLaunchKernel", 1, code=719)
+    codes = [k.call("idle", (1,), (1,), c_int(0)) for _ in range(3)]
+    assert codes == [SUCCESS, 719, SUCCESS]
+    assert fake.calls("cuLaunchKernel") == 3
+    assert fake.pending() == 2
+
+
+# --- what kernels can do ---
+
+
+def test_every_thread_of_every_block_runs_once_at_its_place(d, k):
+    address, here = d.device(12 * 30)
+    k("places", (3, 2, 2), (5, 3, 2), of(address))
+    d.sync()
+    expected = 1000 * np.arange(12)[:, None] + np.arange(30)
+    assert (here.reshape(12, 30) == expected).all()
+
+
+@pytest.mark.parametrize("mode", ["late", "random"])
+@pytest.mark.parametrize("block", [32, 96, 1024])
+@pytest.mark.parametrize("grid", [1, 5])
+def test_shuffles_barriers_and_shared_memory_give_the_right_sum(
+    d, fake, k, mode, block, grid
+):
+    fake.mode(mode, block)
+    values = np.random.default_rng(1).integers(-50, 50, 3000).astype(np.float32)
+    address, _ = device_floats(d, values)
+    total, result = device_floats(d, np.zeros(1, np.float32))
+    number, count = d.device(1)
+    count[0] = 0
+    arguments = of(address), c_int(values.size), of(total), of(number)
+    k("sum", (grid,), (block,), *arguments)
+    d.sync()
+    assert result[0] == values.sum()
+    assert count[0] == values.size
+
+
+@pytest.mark.parametrize("count", [1, 7, 32, 250])
+def test_dynamic_shared_memory_is_each_blocks_own(d, fake, k, count):
+    address, here = d.device(3 * count)
+    here[:] = np.arange(3 * count)
+    k("reverse", (3,), (count,), of(address), shared=4 * count)
+    d.sync()
+    expected = np.arange(3 * count).reshape(3, count)[:, ::-1]
+    assert (here.reshape(3, count) == expected).all()
+
+
+def test_lanes_exchange_what_they_have(d, k):
+    address, here = d.device(8 * 32)
+    k("warp_things", (1,), (32,), of(address))
+    d.sync()
+    lane = np.arange(32)
+    out = here.reshape(8, 32)
+    assert (out[0] == 5).all()
+    assert (out[1] == np.where(lane < 3, lane, lane - 3)).all()
+    assert (out[2] == np.where(lane % 8 > 4, lane, lane + 3)).all()
+    assert (out[3] == lane ^ 7).all()
+    assert (out[4] == lane // 8 * 8 + 1).all()
+    assert (out[5] == sum(1 << i for i in range(0, 31, 3)) | 1 << 30).all()
+    assert (out[6] == 2).all()
+    assert (out[7] == 2 * (lane ^ 1) + 1).all()
+
+
+def test_atomics_see_every_thread(d, k):
+    address, here = d.device(5)
+    here[:] = 0, 0, 7, 0, 0
+    k("count_atomically", (7,), (100,), of(address))
+    d.sync()
+    assert here.tolist() == [699, 700, 8, 9, -699]
+
+
+@pytest.mark.parametrize("mode", ["late", "random"])
+def test_all_blocks_of_a_cooperative_launch_meet(d, fake, k, mode):
+    fake.mode(mode, 3)
+    source, x = d.device(8 * 50)
+    target, out = d.device(8)
+    x[:] = np.random.default_rng(2).permutation(8 * 50)
+    k("grid_maximum", (8,), (50,), of(source), of(target), shared=200, together=True)
+    d.sync()
+    assert (out == 399).all()
+
+
+def test_a_cooperative_launch_must_fit_on_the_device(d, fake, k):
+    arguments = ("idle", (9,), (32,), c_int(0))
+    assert k.call(*arguments, together=True) == COOPERATIVE_LAUNCH_TOO_LARGE
+    assert k.call(*arguments) == SUCCESS
+
+
+@pytest.mark.parametrize(
+    "name, block, shared, words",
+    [
+        ("left_behind", 64, 0, "warp do not meet: 1 have ended; 31 are at __syncthr"),
+        ("left_behind", 65, 0, "block do not meet: 1 have ended; 64 are at __syncthr"),
+        ("two_places", 32, 0, "8 are at __syncthreads; 24 are at __syncwarp"),
+        ("half_a_warp", 32, 0, "masks of part of a warp are not emulated"),
+        ("beyond_shared", 32, 128, "wrote beyond its dynamic shared memory"),
+        ("grid_maximum", 32, 128, "GRID_SYNC needs a cooperative launch"),
+        ("deep", 1, 0, "stack overflowed"),
+    ],
+)
+def test_a_kernel_with_a_mistake_ends_the_process_and_is_named(
+    library, kernels_library, tmp_path, name, block, shared, words
+):
+    copy = shutil.copy(library, tmp_path / "copy.so")  # not yet used in this process
+    with open(tmp_path / "stderr", "w+") as stderr:
+        child = os.fork()
+        if child == 0:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            faulthandler.disable()
+            os.dup2(stderr.fileno(), 2)
+            driver = Driver(FakeCuda(copy))
+            driver.ok("cuInit", 0)
+            driver.fake.create_context()
+            driver.fake.set_kernels(kernels_library)
+            address, here = driver.device(1000)
+            here[:] = 1
+            twice = [of(address)] * (2 if name == "grid_maximum" else 1)
+            Kernels(driver)(name, (2,), (block,), *twice, shared=shared)
+            driver.cuCtxSynchronize()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -6
+        stderr.seek(0)
+        text = stderr.read()
+    assert f"cuda_on_cpu: kernel {name}, block (0, 0, 0): " in text
+    assert words in text
+
+
+# --- random numbers ---
+
+ONES = 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    "counter, key, numbers",
+    [
+        # From the authors of the algorithm: kat_vectors of Random123, philox4x32 10.
+        ((0, 0), 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ((ONES, ONES), ONES, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        (
+            (0x85A308D3243F6A88, 0x0370734413198A2E),
+            0x299F31D0A4093822,
+            "d16cfe09 94fdcceb 5001e420 24126ea1",
+        ),
+    ],
+)
+def test_philox_gives_the_published_numbers(d, k, counter, key, numbers):
+    address, here = d.device(4)
+    values = map(ctypes.c_uint64, (*counter, key))
+    k("philox_block", (1,), (1,), *values, of(address))
+    d.sync()
+    assert [f"{n:08x}" for n in here.view(np.uint32)] == numbers.split()
+
+
+def draw(d, k, seed, subsequence, offset):
+    (numbers, a), (normals, b), (uniforms, c) = (d.device(12) for _ in range(3))
+    places = map(ctypes.c_uint64, (seed, subsequence, offset))
+    k("random_numbers", (1,), (1,), *places, of(numbers), of(normals), of(uniforms))
+    d.sync()
+    return a.view(np.uint32), b.view(np.float32), c.view(np.float32)
+
+
+def test_curand_starts_at_seed_subsequence_and_offset(d, k):
+    first, _, _ = draw(d, k, 0, 0, 0)
+    assert [f"{n:08x}" for n in first[:2]] == ["6627e8d5", "e169c58d"]
+    address, here = d.device(4)
+    seed, subsequence = 0x123456789ABCDEF0, 0xFEDCBA9876543210
+    expected = []
+    for place in range(5, 9):
+        values = map(ctypes.c_uint64, (place, subsequence, seed))
+        k("philox_block", (1,), (1,), *values, of(address))
+        d.sync()
+        expected += here.view(np.uint32).tolist()
+    for offset in range(4):
+        numbers, _, _ = draw(d, k, seed, subsequence, 20 + offset)
+        assert numbers.tolist() == expected[offset : offset + 12]
+
+
+def test_curand_makes_normals_and_uniforms_of_these_numbers(d, k):
+    numbers, normals, uniforms = draw(d, k, 42, 7, 3)
+    exact = (numbers.astype(np.float64) + 0.5) / 2**32
+    radius = np.sqrt(-2 * np.log(exact[::2]))
+    angle = 2 * np.pi * exact[1::2]
+    expected = np.stack([radius * np.sin(angle), radius * np.cos(angle)], 1).ravel()
+    np.testing.assert_allclose(normals, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(uniforms, exact, rtol=1e-6)
+
+
+# --- cuBLAS ---
+
+BLAS_SUCCESS = 0
+BLAS_NOT_INITIALIZED = 1
+BLAS_ALLOC_FAILED = 3
+BLAS_INVALID_VALUE = 7
+BLAS_EXECUTION_FAILED = 13
+BLAS_NOT_SUPPORTED = 15
+
+PRODUCT = (HANDLE, c_int, c_int, c_int, c_int, c_int)
+CUBLAS_SIGNATURES = {
+    "cublasCreate_v2": (POINTER(c_void_p),),
+    "cublasDestroy_v2": (HANDLE,),
+    "cublasGetVersion_v2": (HANDLE, POINTER(c_int)),
+    "cublasSetStream_v2": (HANDLE, HANDLE),
+    "cublasSetWorkspace_v2": (HANDLE, c_void_p, c_size_t),
+    "cublasSetMathMode": (HANDLE, c_int),
+    "cublasSetPointerMode_v2": (HANDLE, c_int),
+    "cublasSgemm_v2": (
+        *PRODUCT, c_void_p, c_void_p, c_int, c_void_p, c_int,
+        c_void_p, c_void_p, c_int,
+    ),
+    "cublasSgemv_v2": (
+        HANDLE, c_int, c_int, c_int, c_void_p, c_void_p, c_int, c_void_p, c_int,
+        c_void_p, c_void_p, c_int,
+    ),
+    "cublasSgemmStridedBatched": (
+        *PRODUCT, c_void_p, c_void_p, c_int, ctypes.c_longlong, c_void_p, c_int,
+        ctypes.c_longlong, c_void_p, c_void_p, c_int, ctypes.c_longlong, c_int,
+    ),
+    "cublasGemmEx": (
+        *PRODUCT, c_void_p, c_void_p, c_int, c_int, c_void_p, c_int, c_int,
+        c_void_p, c_void_p, c_int, c_int, c_int, c_int,
+    ),
+}  # fmt: skip
+
+
+class Blas:
+    """The functions of cuBLAS, and a handle for the current context.
+
+    The methods take NumPy matrices: they are copied to the device column by column,
+    with ``room`` elements of nothing between their columns.
+    """
+
+    def __init__(self, driver, fake):
+        self.driver = driver
+        library = ctypes.CDLL(fake.path)
+        for name, arguments in CUBLAS_SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = c_int, arguments
+            setattr(self, name[len("cublas") :].removesuffix("_v2"), function)
+        self.text = library.cublasGetStatusString
+        self.text.restype = c_char_p
+        handle = c_void_p()
+        assert self.Create(byref(handle)) == BLAS_SUCCESS
+        self.handle = handle.value
+
+    def matrix(self, array, room=0):
+        """Return the address and leading dimension of a copy, and the array over it."""
+        rows, columns = array.shape
+        address, here = device_floats(
+            self.driver, np.full((columns, rows + room), np.nan, np.float32)
+        )
+        here = here.reshape(columns, rows + room).T[:rows]
+        here[:] = array
+        return address, rows + room, here
+
+
+@pytest.fixture
+def blas(d, fake):
+    return Blas(d, fake)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(5)
+
+
+def test_every_function_of_cublas_is_tested_here(fake):
+    assert set(fake.cublas_entries) == set(CUBLAS_SIGNATURES)
+
+
+def test_a_handle_needs_a_context_and_is_counted(d, fake, blas):
+    assert fake.live()["blas_handles"] == 1
+    version = c_int()
+    assert blas.GetVersion(blas.handle, byref(version)) == BLAS_SUCCESS
+    assert version.value == 130000
+    d.new("cuCtxPopCurrent")
+    assert blas.Create(byref(c_void_p())) == BLAS_NOT_INITIALIZED
+    assert blas.Destroy(blas.handle) == BLAS_NOT_INITIALIZED
+    d.ok("cuCtxPushCurrent", d.context)
+    assert blas.Destroy(blas.handle) == BLAS_SUCCESS
+    assert blas.Destroy(blas.handle) == BLAS_NOT_INITIALIZED
+    assert fake.live()["blas_handles"] == 0
+
+
+def test_handles_go_with_their_context(d, fake, blas):
+    d.ok("cuCtxDestroy", d.context)
+    assert fake.live()["blas_handles"] == 0
+
+
+def test_statuses_have_their_texts(blas):
+    assert b"not initialized" in blas.text(BLAS_NOT_INITIALIZED)
+    assert blas.text(12345) == b"unknown status"
+
+
+def test_settings_are_checked(d, blas):
+    h, workspace = blas.handle, d.alloc(1024)
+    assert blas.SetWorkspace(h, workspace, 1024) == BLAS_SUCCESS
+    assert blas.SetWorkspace(h, workspace + 16, 512) == BLAS_INVALID_VALUE
+    assert blas.SetMathMode(h, 3) == BLAS_SUCCESS
+    assert blas.SetMathMode(h, 1024) == BLAS_INVALID_VALUE
+    assert blas.SetPointerMode(h, 2) == BLAS_INVALID_VALUE
+    assert blas.SetStream(h, 12345) == BLAS_INVALID_VALUE
+
+
+@pytest.mark.parametrize("room", [0, 3])
+@pytest.mark.parametrize("trans_b", [0, 1, 2])
+@pytest.mark.parametrize("trans_a", [0, 1, 2])
+@pytest.mark.parametrize("size", [(1, 1, 1), (4, 8, 3), (5, 7, 9), (1, 6, 30)])
+@pytest.mark.parametrize("function", ["Sgemm", "GemmEx"])
+def test_a_product_is_that_of_numpy(
+    d, fake, blas, rng, function, size, trans_a, trans_b, room
+):
+    m, n, depth = size
+    a, b = rng.normal(size=(m, depth)), rng.normal(size=(depth, n))
+    c = rng.normal(size=(m, n))
+    alpha, beta = c_float(1.5), c_float(-0.5)
+    a_at, lda, _ = blas.matrix(a.T if trans_a else a, room)
+    b_at, ldb, _ = blas.matrix(b.T if trans_b else b, 2 * room)
+    c_at, ldc, result = blas.matrix(c, room)
+    kind = (0,) if function == "GemmEx" else ()
+    rest = (77, -1) if function == "GemmEx" else ()
+    status = getattr(blas, function)(
+        blas.handle, trans_a, trans_b, m, n, depth, byref(alpha), a_at, *kind, lda,
+        b_at, *kind, ldb, byref(beta), c_at, *kind, ldc, *rest,
+    )  # fmt: skip
+    assert status == BLAS_SUCCESS
+    alpha.value = beta.value = 99  # taken at the call
+    np.testing.assert_array_equal(result, c.astype(np.float32))  # not yet
+    d.sync()
+    np.testing.assert_allclose(result, 1.5 * a @ b - 0.5 * c, rtol=1e-5, atol=1e-6)
+    assert not any(fake.damage().values())
+
+
+@pytest.mark.parametrize("steps", [(1, 1), (2, 3), (-1, 1), (-2, -3)])
+@pytest.mark.parametrize("trans", [0, 1])
+@pytest.mark.parametrize("size", [(1, 1), (6, 9)])
+def test_a_product_with_a_vector_is_that_of_numpy(d, blas, rng, size, trans, steps):
+    a = rng.normal(size=size)
+    given = a.T if trans else a
+    x, y = rng.normal(size=given.shape[1]), rng.normal(size=given.shape[0])
+    a_at, lda, _ = blas.matrix(a, 2)
+
+    def strided(vector, step):
+        spread = np.full(vector.size * abs(step), np.nan, np.float32)
+        spread[:: abs(step)] = vector[:: 1 if step > 0 else -1]
+        address, here = device_floats(d, spread)
+        return address, here[:: abs(step)][:: 1 if step > 0 else -1]
+
+    (x_at, _), (y_at, result) = strided(x, steps[0]), strided(y, steps[1])
+    status = blas.Sgemv(
+        blas.handle, trans, *size, byref(c_float(2)), a_at, lda, x_at, steps[0],
+        byref(c_float(3)), y_at, steps[1],
+    )  # fmt: skip
+    assert status == BLAS_SUCCESS
+    d.sync()
+    np.testing.assert_allclose(result, 2 * given @ x + 3 * y, rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_of_products_steps_through_its_matrices(d, blas, rng):
+    a, b = rng.normal(size=(4, 5, 3)), rng.normal(size=(3, 2))
+    a_at, _ = device_floats(d, a.transpose(0, 2, 1).astype(np.float32))
+    b_at, _ = device_floats(d, b.T.astype(np.float32))
+    c_at, c = device_floats(d, np.full(40, np.nan, np.float32))
+    one, zero = c_float(1), c_float(0)  # what beta = 0 multiplies is not read
+    status = blas.SgemmStridedBatched(
+        blas.handle, 0, 0, 5, 2, 3, byref(one), a_at, 5, 15, b_at, 3, 0,
+        byref(zero), c_at, 5, 10, 4,
+    )  # fmt: skip
+    assert status == BLAS_SUCCESS
+    d.sync()
+    result = c.reshape(4, 2, 5).transpose(0, 2, 1)
+    np.testing.assert_allclose(result, a @ b, rtol=1e-5, atol=1e-6)
+
+
+def gemm(blas, m=2, n=2, k=2, lda=2, ldb=2, ldc=2, trans=(0, 0), **places):
+    """Call Sgemm with these numbers, and ones where places are not given."""
+    here = {name: blas.matrix(np.ones((2, 2)))[0] for name in "abc"} | places
+    one = c_float(1)
+    alpha, beta = (here.get(name, byref(one)) for name in ("alpha", "beta"))
+    return blas.Sgemm(
+        blas.handle, *trans, m, n, k, alpha, here["a"], lda, here["b"], ldb, beta,
+        here["c"], ldc,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"m": -1}, {"n": -1}, {"k": -1}, {"trans": (3, 0)}, {"trans": (0, -1)},
+        {"lda": 1}, {"ldb": 1}, {"ldc": 1}, {"m": 0, "lda": 0},
+        {"k": 3, "ldb": 2}, {"k": 3, "trans": (1, 0), "ldb": 3},
+        {"alpha": None}, {"beta": None},
+    ],
+)  # fmt: skip
+def test_wrong_numbers_are_refused(d, fake, blas, wrong):
+    assert gemm(blas, **wrong) == BLAS_INVALID_VALUE
+    assert fake.pending() == 0
+
+
+def test_other_types_and_missing_increments_are_refused(d, blas):
+    a, one = d.alloc(64), byref(c_float(1))
+    start = (blas.handle, 0, 0, 2, 2, 2, one, a)
+    for types in ((2, 0, 0, 68), (0, 2, 0, 68), (0, 0, 2, 68), (0, 0, 0, 70)):
+        a_type, b_type, c_type, compute = types
+        status = blas.GemmEx(
+            *start, a_type, 2, a, b_type, 2, one, a, c_type, 2, compute, -1
+        )
+        assert status == BLAS_NOT_SUPPORTED
+    for steps in ((0, 1), (1, 0)):
+        status = blas.Sgemv(
+            blas.handle, 0, 2, 2, one, a, 2, a, steps[0], one, a, steps[1]
+        )
+        assert status == BLAS_INVALID_VALUE
+
+
+def test_products_of_nothing_need_nothing(d, fake, blas):
+    assert gemm(blas, m=0, a=None, b=None, c=None) == BLAS_SUCCESS
+    assert fake.pending() == 0
+    c_at, _, c = blas.matrix(np.ones((2, 2)))
+    two = c_float(2)
+    assert gemm(blas, k=0, a=None, b=None, c=c_at, beta=byref(two)) == BLAS_SUCCESS
+    d.sync()
+    assert (c == 2).all()
+
+
+def test_scalars_on_the_device_are_read_when_the_product_runs(d, blas):
+    scalars, here = device_floats(d, np.array([1, 0], np.float32))
+    c_at, _, c = blas.matrix(np.full((2, 2), np.nan))
+    assert blas.SetPointerMode(blas.handle, 1) == BLAS_SUCCESS
+    assert gemm(blas, c=c_at, alpha=scalars, beta=scalars + 4) == BLAS_SUCCESS
+    here[0] = 10
+    d.sync()
+    assert (c == 20).all()
+
+
+def test_a_product_takes_its_turn_in_the_stream_that_was_set(d, fake, blas):
+    stream, other = d.stream(), d.stream()
+    assert blas.SetStream(blas.handle, stream) == BLAS_SUCCESS
+    c_at, _, c = blas.matrix(np.zeros((2, 2)))
+    assert gemm(blas, c=c_at) == BLAS_SUCCESS
+    d.sync(other)
+    d.sync(NULL)
+    assert (c == 0).all()
+    d.sync(stream)
+    assert (c == 2).all()
+    d.ok("cuStreamDestroy", stream)
+    assert gemm(blas) == BLAS_EXECUTION_FAILED
+
+
+def test_a_product_whose_memory_is_gone_is_a_fault(d, fake, blas):
+    short = d.alloc(12)
+    for wrong in ({"a": short}, {"b": short}, {"c": short}, {"a": at(np.ones(4))}):
+        before = fake.damage()["faults"]
+        assert gemm(blas, **wrong) == BLAS_SUCCESS
+        d.sync()
+        assert fake.damage()["faults"] == before + 1
+    assert fake.damage()["damaged_zones"] == 0
+
+
+def test_the_workspace_is_written_to_until_another_stream_is_set(d, blas):
+    workspace, here = d.device(64)
+    here[:] = 0
+    assert blas.SetWorkspace(blas.handle, workspace, 256) == BLAS_SUCCESS
+    assert gemm(blas) == BLAS_SUCCESS
+    d.sync()
+    assert (here == -1).all()
+    here[:] = 0
+    assert blas.SetStream(blas.handle, NULL) == BLAS_SUCCESS
+    assert gemm(blas) == BLAS_SUCCESS
+    d.sync()
+    assert (here == 0).all()
+
+
+def test_calls_of_cublas_are_counted_and_can_be_made_to_fail(d, fake, blas):
+    fake.fail("cublasSgemm_v2", 1, code=BLAS_EXECUTION_FAILED)
+    fake.fail("cublasCreate_v2")
+    statuses = [gemm(blas) for _ in range(3)]
+    assert statuses == [BLAS_SUCCESS, BLAS_EXECUTION_FAILED, BLAS_SUCCESS]
+    assert blas.Create(byref(c_void_p())) == BLAS_ALLOC_FAILED
+    assert fake.calls("cublasSgemm_v2") == 3
+    assert fake.live()["blas_handles"] == 1
+
+
+def test_products_are_not_too_slow(d, blas):
+    m, n, depth = 100, 1000, 1000
+    a_at, lda, _ = blas.matrix(np.ones((m, depth)))
+    b_at, ldb, _ = blas.matrix(np.ones((depth, n)))
+    c_at, ldc, c = blas.matrix(np.zeros((m, n)))
+    assert gemm(
+        blas, m, n, depth, lda, ldb, ldc, a=a_at, b=b_at, c=c_at
+    ) == BLAS_SUCCESS  # fmt: skip
+    begin = time.perf_counter()
+    d.sync()
+    assert time.perf_counter() - begin < 1
+    assert (c == depth).all()

@@ -93,7 +93,14 @@
     X(MemsetD32, 3020) \
     X(MemsetD8Async, 3020) \
     X(MemsetD16Async, 3020) \
-    X(MemsetD32Async, 3020)
+    X(MemsetD32Async, 3020) \
+    X(ModuleLoadData, 2000) \
+    X(ModuleUnload, 2000) \
+    X(ModuleGetFunction, 2000) \
+    X(FuncSetAttribute, 9000) \
+    X(LaunchKernel, 4000) \
+    X(LaunchCooperativeKernel, 9000) \
+    X(OccupancyMaxActiveBlocksPerMultiprocessor, 6050)
 
 typedef struct {
 #define X(name, version) PFN_cu##name##_v##version name;
@@ -126,6 +133,9 @@ typedef struct {
     PyTypeObject *DeviceMemory_type;
     PyTypeObject *PageLockedMemory_type;
     PyTypeObject *RegisteredMemory_type;
+    PyTypeObject *Engine_type;
+    PyTypeObject *DeviceArray_type;
+    PyTypeObject *HandlerCore_type;
     PyObject *CudaError;
     PyObject *CudaMemoryError;
     PyObject *DriverError;

@@ -2,6 +2,8 @@
 #define BINDING_IMPORTS_ARRAY_API
 #include "binding.h"
 
+#include "../handler/handler.h"
+
 static PyObject *
 sysinfo(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
@@ -98,7 +100,15 @@ module_exec(PyObject *module)
         add_type(module, &Event_spec, &state->Event_type) < 0 ||
         add_type(module, &DeviceMemory_spec, &state->DeviceMemory_type) < 0 ||
         add_type(module, &PageLockedMemory_spec, &state->PageLockedMemory_type) < 0 ||
-        add_type(module, &RegisteredMemory_spec, &state->RegisteredMemory_type) < 0) {
+        add_type(module, &RegisteredMemory_spec, &state->RegisteredMemory_type) < 0 ||
+        add_type(module, &DeviceArray_spec, &state->DeviceArray_type) < 0) {
+        return -1;
+    }
+    state->Engine_type =
+        (PyTypeObject *)PyType_FromModuleAndSpec(module, &Engine_spec, NULL);
+    state->HandlerCore_type = core_type(module);
+    if (state->Engine_type == NULL || state->HandlerCore_type == NULL ||
+        PyModule_AddType(module, state->HandlerCore_type) < 0) {
         return -1;
     }
     for (size_t i = 0; i < Py_ARRAY_LENGTH(functions); i++) {
@@ -134,6 +144,9 @@ module_exec(PyObject *module)
     DO((state)->DeviceMemory_type); \
     DO((state)->PageLockedMemory_type); \
     DO((state)->RegisteredMemory_type); \
+    DO((state)->Engine_type); \
+    DO((state)->DeviceArray_type); \
+    DO((state)->HandlerCore_type); \
     DO((state)->CudaError); \
     DO((state)->CudaMemoryError); \
     DO((state)->DriverError); \

@@ -10,6 +10,7 @@ from typing import Iterator
 
 MODES = {"late": 0, "random": 1, "eager": 2}
 OUT_OF_MEMORY = 2
+CUBLAS_ALLOC_FAILED = 3
 DEVICE_BYTES = 8 << 30  # the limit after a reset
 NO_LIMIT = c_size_t(-1).value
 
@@ -23,6 +24,8 @@ LIVE_KINDS = (
     "pinned_bytes",
     "registered",
     "registered_bytes",
+    "modules",
+    "blas_handles",
 )
 DAMAGE_KINDS = ("faults", "damaged_zones", "late_writes")
 
@@ -34,6 +37,7 @@ PROTOTYPES = {
     "fake_set_device_count": (c_int, (c_int,)),
     "fake_set_limits": (None, (c_size_t, c_size_t)),
     "fake_set_staged_htod": (None, (c_int,)),
+    "fake_set_kernels": (None, (c_char_p,)),
     "fake_entry_name": (c_char_p, (c_int,)),
     "fake_calls": (c_uint64, (c_int,)),
     "fake_fail": (c_int, (c_int, c_uint64, c_uint64, c_int)),
@@ -96,7 +100,12 @@ class FakeCuda:
     @property
     def entries(self) -> tuple[str, ...]:
         """Base names of all driver entry points."""
-        return tuple(self._entries)
+        return tuple(name for name in self._entries if not name.startswith("cublas"))
+
+    @property
+    def cublas_entries(self) -> tuple[str, ...]:
+        """Names of cuBLAS's functions, counted and failed like the driver's."""
+        return tuple(name for name in self._entries if name.startswith("cublas"))
 
     def reset(self) -> None:
         """Start afresh: late mode, one device, no limits but the device's 8 GiB.
@@ -131,7 +140,8 @@ class FakeCuda:
         """Return how many calls made the host wait, or could have.
 
         These are the synchronize calls, copies that wait for their end, all that
-        allocate, free, register or unregister memory, and the end of a context.
+        allocate, free, register or unregister memory, load or unload modules, make or
+        destroy cuBLAS handles, and the end of a context.
         """
         return self._count("host_syncs")
 
@@ -151,17 +161,22 @@ class FakeCuda:
         """Return what was done to memory that should not have been.
 
         faults: work that ran after its memory had been freed or unregistered;
+        the same for kernels with pointers to nothing and launches whose module is gone;
         damaged_zones: red zones written to; late_writes: freed blocks written to.
         """
         return {kind: self._count(kind) for kind in DAMAGE_KINDS}
 
     def fail(
-        self, name: str, nth: int = 0, code: int = OUT_OF_MEMORY, times: int = 1
+        self, name: str, nth: int = 0, code: int | None = None, times: int = 1
     ) -> None:
         """Let the nth next call of an entry point (0: the next) return that code.
 
-        It does nothing else then. ``times`` calls in a row fail.
+        It does nothing else then. ``times`` calls in a row fail. Without a code memory
+        is out: CUDA_ERROR_OUT_OF_MEMORY, or CUBLAS_STATUS_ALLOC_FAILED.
         """
+        if code is None:
+            cublas = name.startswith("cublas")
+            code = CUBLAS_ALLOC_FAILED if cublas else OUT_OF_MEMORY
         if self.library.fake_fail(self._entry(name), nth, times, code):
             raise RuntimeError("too many planned failures")
 
@@ -180,6 +195,14 @@ class FakeCuda:
             DEVICE_BYTES if device_bytes is None else device_bytes,
             NO_LIMIT if pinned_bytes is None else pinned_bytes,
         )
+
+    def set_kernels(self, path: str | os.PathLike | None) -> None:
+        """Choose the library of kernels (build_kernels) for modules loaded from now on.
+
+        None, as after a reset: the one that FAKE_CUDA_KERNELS of the environment names.
+        Without any, no module can be loaded.
+        """
+        self.library.fake_set_kernels(path if path is None else os.fsencode(path))
 
     def set_driver_version(self, version: int) -> None:
         """Set what cuDriverGetVersion says; entry points newer than that are gone."""

@@ -59,6 +59,8 @@ set_defaults(void)
     memset(fake.hidden, 0, sizeof(fake.hidden));
     fake.failure_count = 0;
     fake.host_syncs = 0;
+    free(fake.kernels);
+    fake.kernels = NULL;
     *fake.child_calls = 0;
 }
 
@@ -75,6 +77,9 @@ start(void)
     fake.context_handles.tag = (uintptr_t)1 << 40;
     fake.stream_handles.tag = (uintptr_t)2 << 40;
     fake.event_handles.tag = (uintptr_t)3 << 40;
+    fake.module_handles.tag = (uintptr_t)4 << 40;
+    fake.function_handles.tag = (uintptr_t)5 << 40;
+    fake.blas_handles.tag = (uintptr_t)6 << 40;
     fake.epoch = 1;
     set_defaults();
 }
@@ -150,9 +155,21 @@ fake_set_staged_htod(int on)
     unlock();
 }
 
+/* Choose the library of kernels for modules loaded from now on; NULL: the one that the
+   environment names. */
+FAKE_EXPORT void
+fake_set_kernels(const char *path)
+{
+    lock();
+    free(fake.kernels);
+    fake.kernels = path ? strcpy(allocate(strlen(path) + 1, 1), path) : NULL;
+    unlock();
+}
+
 /* --- calls --- */
 
-/* Return the name of an entry point, NULL from CALL_COUNT on. */
+/* Return the name of an entry point, the driver's before cuBLAS's; NULL from CALL_COUNT
+   on. */
 FAKE_EXPORT const char *
 fake_entry_name(int call)
 {
@@ -203,6 +220,8 @@ fake_hide(int call, int hidden)
     X(device_bytes, fake.bytes[BLOCK_DEVICE])                           \
     X(pinned_blocks, fake.counts[BLOCK_PAGE_LOCKED])                    \
     X(pinned_bytes, fake.bytes[BLOCK_PAGE_LOCKED])                      \
+    X(modules, fake.module_handles.live)                                \
+    X(blas_handles, fake.blas_handles.live)                             \
     X(registered, fake.counts[BLOCK_REGISTERED])                        \
     X(registered_bytes, fake.bytes[BLOCK_REGISTERED])                   \
     X(pending, fake.pending)                                            \

@@ -43,7 +43,7 @@ count_call(enum call call)
     return CUDA_SUCCESS;
 }
 
-static CUresult
+CUresult
 leave(CUresult code)
 {
     pthread_mutex_unlock(&fake.lock);
@@ -51,7 +51,7 @@ leave(CUresult code)
 }
 
 /* Begin a call that needs no initialised driver. On success the lock is held. */
-static CUresult
+CUresult
 enter_early(enum call call)
 {
     if (fake.forked) {
@@ -78,7 +78,7 @@ enter(enum call call)
 }
 
 /* Begin a call that needs a current context. On success the lock is held. */
-static CUresult
+CUresult
 enter_context(enum call call, struct context **current)
 {
     CUresult code = enter(call);
@@ -89,7 +89,7 @@ enter_context(enum call call, struct context **current)
 }
 
 /* Begin a call on a stream. On success the lock is held. */
-static CUresult
+CUresult
 enter_stream(enum call call, CUstream handle, struct context **current,
              struct stream **stream)
 {
@@ -155,6 +155,8 @@ fake_cuDriverGetVersion(int *version)
     X(CUDA_ERROR_NO_DEVICE, "no CUDA-capable device is detected")                \
     X(CUDA_ERROR_INVALID_DEVICE, "invalid device ordinal")                       \
     X(CUDA_ERROR_INVALID_CONTEXT, "invalid device context")                      \
+    X(CUDA_ERROR_NO_BINARY_FOR_GPU, "no kernel image is available")              \
+    X(CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE, "too many blocks in a cooperative launch") \
     X(CUDA_ERROR_INVALID_HANDLE, "invalid resource handle")                      \
     X(CUDA_ERROR_NOT_FOUND, "named symbol not found")                            \
     X(CUDA_ERROR_NOT_READY, "device not ready")                                  \
@@ -289,11 +291,15 @@ device_attribute(CUdevice_attribute attribute, CUdevice device)
     case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
         return 9;
     case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK:
-        return 1024;
+        return MAX_BLOCK_THREADS;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK:
+        return SHARED_BYTES;
+    case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
+        return SHARED_BYTES_OPTIN;
     case CU_DEVICE_ATTRIBUTE_WARP_SIZE:
         return 32;
     case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
-        return 4;
+        return MULTIPROCESSORS;
     case CU_DEVICE_ATTRIBUTE_MAX_PITCH:
         return INT32_MAX;
     case CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT:
@@ -303,6 +309,7 @@ device_attribute(CUdevice_attribute attribute, CUdevice device)
     case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING:
     case CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY:
     case CU_DEVICE_ATTRIBUTE_CONCURRENT_KERNELS:
+    case CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH:
     case CU_DEVICE_ATTRIBUTE_STREAM_PRIORITIES_SUPPORTED:
     case CU_DEVICE_ATTRIBUTE_HOST_REGISTER_SUPPORTED:
         return 1;
@@ -921,6 +928,22 @@ fake_cuPointerGetAttribute(void *out, CUpointer_attribute attribute,
     return leave(CUDA_SUCCESS);
 }
 
+static CUresult CUDAAPI
+fake_cuMemHostGetDevicePointer(CUdeviceptr *device, void *pointer, unsigned int flags)
+{
+    struct context *current;
+    CUresult code = enter_context(CALL_cuMemHostGetDevicePointer, &current);
+    if (code != CUDA_SUCCESS) {
+        return code;
+    }
+    struct block *block = memory_find_any((uintptr_t)pointer);
+    if (device == NULL || flags != 0 || block == NULL || block->kind == BLOCK_DEVICE) {
+        return leave(CUDA_ERROR_INVALID_VALUE);
+    }
+    *device = (CUdeviceptr)(uintptr_t)pointer;
+    return leave(CUDA_SUCCESS);
+}
+
 /* --- copies --- */
 
 /* Take the bytes of a pageable source now. */
@@ -1179,7 +1202,7 @@ static const struct entry {
     const char *name;
     int version, ceiling;
     void (*function)(void);
-} entries[CALL_COUNT] = {
+} entries[DRIVER_CALLS] = {
 #define X(name, version, ceiling) \
     {#name, version, ceiling,     \
      (void (*)(void))(1 ? fake_##name : (PFN_##name##_v##version)0)},
@@ -1190,14 +1213,19 @@ static const struct entry {
 const char *
 entry_name(enum call call)
 {
-    return entries[call].name;
+    static const char *const cublas[] = {
+#define X(name) #name,
+        FAKE_CUBLAS_ENTRIES(X)
+#undef X
+    };
+    return call < DRIVER_CALLS ? entries[call].name : cublas[call - DRIVER_CALLS];
 }
 
 /* Find an entry point for a caller that was built against that version. */
 static CUdriverProcAddressQueryResult
 find_entry(const char *name, int version, void **function)
 {
-    for (int call = 0; call < CALL_COUNT; call++) {
+    for (int call = 0; call < DRIVER_CALLS; call++) {
         const struct entry *entry = &entries[call];
         if (strcmp(entry->name, name) != 0 || fake.hidden[call]) {
             continue;

@@ -4,6 +4,8 @@
    fake_queue.c    work items: who waits for whom, and when an item runs
    fake_memory.c   device and page-locked blocks, red zones, poison
    fake_cuda.c     the driver's entry points and the table that hands them out
+   fake_kernels.c  modules, and launches of kernels that were compiled for the CPU
+   fake_cublas.c   a cuBLAS on the same queues
    fake_control.c  what the tests use to steer the driver and to look into it
 
    One mutex, fake.lock, guards everything. Entry points take it in `enter` and give it
@@ -22,6 +24,8 @@
 #include <cuda.h>
 #include <cudaTypedefs.h>
 
+#include "kernels_on_cpu.h"
+
 #define FAKE_EXPORT __attribute__((visibility("default")))
 
 enum {
@@ -31,6 +35,11 @@ enum {
     DEFAULT_DRIVER_VERSION = 13000,
     LOWEST_PRIORITY = 0,
     HIGHEST_PRIORITY = -5,
+    MULTIPROCESSORS = 4,
+    RESIDENT_BLOCKS = 2, /* on each of them, whatever the kernel */
+    MAX_BLOCK_THREADS = 1024,
+    SHARED_BYTES = 48 << 10, /* that a block may have unasked, and at all */
+    SHARED_BYTES_OPTIN = 227 << 10,
 };
 
 /* Every entry point: base name, the version of the ABI we offer, and the version from
@@ -91,11 +100,39 @@ enum {
     X(cuMemsetD32, 3020, 0)                \
     X(cuMemsetD8Async, 3020, 0)            \
     X(cuMemsetD16Async, 3020, 0)           \
-    X(cuMemsetD32Async, 3020, 0)
+    X(cuMemsetD32Async, 3020, 0)           \
+    X(cuMemHostGetDevicePointer, 3020, 0)  \
+    X(cuModuleLoadData, 2000, 0)           \
+    X(cuModuleUnload, 2000, 0)             \
+    X(cuModuleGetFunction, 2000, 0)        \
+    X(cuFuncGetAttribute, 2020, 0)         \
+    X(cuFuncSetAttribute, 9000, 0)         \
+    X(cuLaunchKernel, 4000, 0)             \
+    X(cuLaunchCooperativeKernel, 9000, 0)  \
+    X(cuOccupancyMaxActiveBlocksPerMultiprocessor, 6050, 0)
+
+/* What cuBLAS exports; counted and failed like the driver's entry points. */
+#define FAKE_CUBLAS_ENTRIES(X)   \
+    X(cublasCreate_v2)           \
+    X(cublasDestroy_v2)          \
+    X(cublasGetVersion_v2)       \
+    X(cublasSetStream_v2)        \
+    X(cublasSetWorkspace_v2)     \
+    X(cublasSetMathMode)         \
+    X(cublasSetPointerMode_v2)   \
+    X(cublasSgemm_v2)            \
+    X(cublasSgemv_v2)            \
+    X(cublasSgemmStridedBatched) \
+    X(cublasGemmEx)
 
 enum call {
 #define X(name, version, ceiling) CALL_##name,
     FAKE_ENTRIES(X)
+#undef X
+    DRIVER_CALLS,
+    BEFORE_CUBLAS_CALLS = DRIVER_CALLS - 1,
+#define X(name) CALL_##name,
+    FAKE_CUBLAS_ENTRIES(X)
 #undef X
     CALL_COUNT
 };
@@ -124,7 +161,14 @@ struct end {
     bool host;
 };
 
-enum item_kind { ITEM_COPY, ITEM_MEMSET, ITEM_RECORD, ITEM_WAIT, ITEM_SPIN };
+enum item_kind {
+    ITEM_COPY,
+    ITEM_MEMSET,
+    ITEM_RECORD,
+    ITEM_WAIT,
+    ITEM_SPIN,
+    ITEM_WORK
+};
 
 /* One piece of device work. It is alive while someone counts on it: the pending list,
    its stream (the last item only), an event, a later item, a waiting thread. */
@@ -149,6 +193,9 @@ struct item {
     unsigned char *staged; /* owned: the bytes of a pageable source, else NULL */
     uint32_t value;        /* memset */
     unsigned value_bytes;  /* memset: 1, 2 or 4 */
+    bool (*work)(void *argument); /* work: false if its memory is not there */
+    void *argument;               /* owned: the work's, from `allocate` */
+    struct module *module;        /* borrowed: of a kernel; cleared if it goes */
 };
 
 struct stream {
@@ -170,6 +217,21 @@ struct event {
     struct context *context; /* borrowed; owns this event */
     struct item *record;     /* counted; the latest record, NULL before the first */
     unsigned flags;
+};
+
+/* A loaded image, whose functions are the kernels of the library that was set when it
+   was loaded. */
+struct module {
+    CUmodule handle;
+    struct context *context; /* borrowed; owns this module */
+    const struct cpu_kernels *library; /* borrowed, for ever */
+};
+
+struct function {
+    CUfunction handle;
+    struct module *module;           /* borrowed; owns this function */
+    const struct cpu_kernel *kernel; /* borrowed, for ever */
+    size_t dynamic_limit;            /* of shared memory */
 };
 
 struct context {
@@ -222,6 +284,8 @@ struct fake {
     uint64_t host_syncs;
 
     struct handles context_handles, stream_handles, event_handles;
+    struct handles module_handles, function_handles, blas_handles;
+    char *kernels; /* owned: path of the library of kernels, NULL for the environment's */
     struct context *contexts;             /* owned list, destroyed ones too */
     struct context *primary[MAX_DEVICES]; /* borrowed, NULL while inactive */
 
@@ -240,6 +304,10 @@ extern struct fake fake;
 
 /* fake_objects.c */
 void *allocate(size_t count, size_t size);
+void *handle_add(struct handles *table, void *object);
+void *handle_find(const struct handles *table, const void *handle);
+void handle_remove(struct handles *table, const void *handle);
+void handles_clear(struct handles *table);
 uint64_t random_mix(uint64_t x);
 uint64_t random_number(void);
 CUresult context_create(int device, unsigned flags, bool primary, struct context **out);
@@ -271,7 +339,10 @@ void queue_wait_item(struct item *item);
 void queue_wait_stream(struct stream *stream);
 void queue_wait_context(struct context *context);
 void queue_want_all(void);
+void queue_work(struct stream *stream, bool (*work)(void *), void *argument,
+                struct module *module);
 void queue_forget_block(struct block *block);
+void queue_forget_module(struct module *module);
 void queue_cancel_all(void);
 
 /* fake_memory.c */
@@ -283,12 +354,46 @@ struct block *memory_find_base(enum block_kind kind, uintptr_t address);
 struct block *memory_find_any(uintptr_t address);
 CUresult memory_device_end(CUdeviceptr address, size_t extent, struct end *out);
 CUresult memory_host_end(const void *address, size_t extent, struct end *out);
+bool memory_is_live(const void *address, size_t bytes);
 void memory_release_context(struct context *context);
 void memory_reset(void);
 uint64_t memory_damaged_zones(void);
 uint64_t memory_late_writes(void);
 
 /* fake_cuda.c */
+CUresult enter_early(enum call call);
+CUresult enter_context(enum call call, struct context **current);
+CUresult enter_stream(enum call call, CUstream handle, struct context **current,
+                      struct stream **stream);
+CUresult leave(CUresult code);
 const char *entry_name(enum call call);
+
+/* fake_kernels.c */
+CUresult fake_cuModuleLoadData(CUmodule *handle, const void *image);
+CUresult fake_cuModuleUnload(CUmodule handle);
+CUresult fake_cuModuleGetFunction(CUfunction *handle, CUmodule module_handle,
+                                  const char *name);
+CUresult fake_cuFuncGetAttribute(int *value, CUfunction_attribute attribute,
+                                 CUfunction handle);
+CUresult fake_cuFuncSetAttribute(CUfunction handle, CUfunction_attribute attribute,
+                                 int value);
+CUresult fake_cuLaunchKernel(CUfunction handle, unsigned grid_x, unsigned grid_y,
+                             unsigned grid_z, unsigned block_x, unsigned block_y,
+                             unsigned block_z, unsigned shared, CUstream stream,
+                             void **parameters, void **extra);
+CUresult fake_cuLaunchCooperativeKernel(CUfunction handle, unsigned grid_x,
+                                        unsigned grid_y, unsigned grid_z,
+                                        unsigned block_x, unsigned block_y,
+                                        unsigned block_z, unsigned shared,
+                                        CUstream stream, void **parameters);
+CUresult fake_cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks,
+                                                          CUfunction handle,
+                                                          int threads, size_t shared);
+void modules_drop_context(struct context *context);
+void modules_reset(void);
+
+/* fake_cublas.c */
+void cublas_drop_context(struct context *context);
+void cublas_reset(void);
 
 #endif

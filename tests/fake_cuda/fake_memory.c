@@ -6,6 +6,11 @@
    back to the C library once QUARANTINE_BYTES are kept. Registered memory belongs to
    the caller and is only written down.
 
+   Red zones tell of writes, and later. Where the address sanitizer is in the process its
+   checks of the kernels find reads, too, at once: it is told of the zones. For that,
+   FAKE_CUDA_SANITIZE=address ASAN_OPTIONS=detect_leaks=0
+   LD_PRELOAD=$(g++ -print-file-name=libasan.so) python -m pytest ...
+
    All functions are called with fake.lock held. */
 
 #include "fake_cuda.h"
@@ -38,6 +43,23 @@ all_bytes(const unsigned char *bytes, size_t count, unsigned char value)
            || (bytes[0] == value && memcmp(bytes, bytes + 1, count - 1) == 0);
 }
 
+/* The sanitizer's, if it is there. */
+__attribute__((weak)) void __asan_poison_memory_region(const volatile void *, size_t);
+__attribute__((weak)) void __asan_unpoison_memory_region(const volatile void *, size_t);
+
+/* Forbid the red zones of a block to all code that the sanitizer watches, or allow them
+   again. */
+static void
+zones_forbid(const struct block *block, bool forbid)
+{
+    if (__asan_poison_memory_region != NULL && __asan_unpoison_memory_region != NULL) {
+        void (*tell)(const volatile void *, size_t) =
+            forbid ? __asan_poison_memory_region : __asan_unpoison_memory_region;
+        tell((void *)(block->address - ZONE), ZONE);
+        tell((void *)(block->address + block->bytes), ZONE);
+    }
+}
+
 /* Return how many of a block's two red zones were written to. */
 static uint64_t
 block_damage(const struct block *block)
@@ -46,8 +68,11 @@ block_damage(const struct block *block)
         return 0;
     }
     const unsigned char *data = (const unsigned char *)block->address;
-    return !all_bytes(data - ZONE, ZONE, ZONE_FILL)
-           + (uint64_t)!all_bytes(data + block->bytes, ZONE, ZONE_FILL);
+    zones_forbid(block, false);
+    uint64_t damage = !all_bytes(data - ZONE, ZONE, ZONE_FILL)
+                      + (uint64_t)!all_bytes(data + block->bytes, ZONE, ZONE_FILL);
+    zones_forbid(block, true);
+    return damage;
 }
 
 /* Say whether a freed block was written to since; not for those of before a reset. */
@@ -234,6 +259,18 @@ memory_host_end(const void *address, size_t extent, struct end *out)
     return CUDA_SUCCESS;
 }
 
+/* Say whether the device could use the whole range: one live block has all of it, even
+   where it is empty. The end of a block counts as its place for an empty one. */
+bool
+memory_is_live(const void *address, size_t bytes)
+{
+    size_t index = table_above((uintptr_t)address);
+    if (index == 0) {
+        return false;
+    }
+    return block_holds(fake.blocks[index - 1], (uintptr_t)address, bytes);
+}
+
 /* --- allocation --- */
 
 /* Say whether a limit allows that many bytes more. */
@@ -268,6 +305,7 @@ memory_allocate(struct context *context, enum block_kind kind, size_t bytes,
                             .kind = kind,
                             .context = context,
                             .raw = raw};
+    zones_forbid(block, true);
     table_add(block);
     *out = block;
     return CUDA_SUCCESS;

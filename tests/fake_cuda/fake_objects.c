@@ -50,7 +50,7 @@ random_number(void)
 /* --- handles --- */
 
 /* Return a new handle for the object. */
-static void *
+void *
 handle_add(struct handles *table, void *object)
 {
     if (table->used == table->room) {
@@ -83,7 +83,7 @@ handle_slot(const struct handles *table, const void *handle)
 }
 
 /* Return the live object of a handle, or NULL. */
-static void *
+void *
 handle_find(const struct handles *table, const void *handle)
 {
     void **slot = handle_slot(table, handle);
@@ -91,7 +91,7 @@ handle_find(const struct handles *table, const void *handle)
 }
 
 /* Make the handle invalid from now on. */
-static void
+void
 handle_remove(struct handles *table, const void *handle)
 {
     *handle_slot(table, handle) = NULL;
@@ -99,7 +99,7 @@ handle_remove(struct handles *table, const void *handle)
 }
 
 /* Make all handles given out so far invalid. */
-static void
+void
 handles_clear(struct handles *table)
 {
     table->first += table->used;
@@ -250,6 +250,8 @@ context_drop_objects(struct context *context)
             event_destroy(event);
         }
     }
+    modules_drop_context(context);
+    cublas_drop_context(context);
 }
 
 /* Run what the context has to do, then end it and all that belongs to it. It leaves
@@ -396,6 +398,8 @@ objects_reset(void)
         }
     }
     handles_clear(&fake.event_handles);
+    modules_reset();
+    cublas_reset();
     while (fake.contexts != NULL) {
         struct context *context = fake.contexts;
         fake.contexts = context->next;

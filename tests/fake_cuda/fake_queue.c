@@ -88,6 +88,7 @@ item_unref(struct item *item)
     if (item != NULL && --item->refs == 0) {
         item_drop_waits(item);
         free(item->staged);
+        free(item->argument);
         free(item);
     }
 }
@@ -182,6 +183,8 @@ item_run(struct item *item)
     } else if (item->kind == ITEM_MEMSET) {
         fill_rows(&item->dst, item->width, item->height, item->value,
                   item->value_bytes);
+    } else if (item->kind == ITEM_WORK) {
+        fake.faults += !item->work(item->argument);
     }
 }
 
@@ -210,7 +213,8 @@ item_finish(struct item *item, bool run)
     item->context = NULL;
     item_drop_waits(item);
     free(item->staged);
-    item->staged = NULL;
+    free(item->argument);
+    item->staged = item->argument = NULL;
     item_unref(item);
 }
 
@@ -374,6 +378,19 @@ queue_submit(struct stream *stream, struct item *item)
     }
 }
 
+/* Queue work that is neither a copy nor a memset. Takes over its argument; `module` is
+   what it needs besides, or NULL. */
+void
+queue_work(struct stream *stream, bool (*work)(void *), void *argument,
+           struct module *module)
+{
+    struct item *item = item_new(ITEM_WORK, stream);
+    item->work = work;
+    item->argument = argument;
+    item->module = module;
+    queue_submit(stream, item);
+}
+
 /* --- waiting --- */
 
 /* Return the time at which the next started item is done. */
@@ -496,6 +513,18 @@ queue_forget_block(struct block *block)
                 ends[i]->block = NULL;
                 item->broken = true;
             }
+        }
+    }
+}
+
+/* A module is about to go: break the pending items that need it. */
+void
+queue_forget_module(struct module *module)
+{
+    for (struct item *item = fake.first_item; item != NULL; item = item->next) {
+        if (item->module == module) {
+            item->module = NULL;
+            item->broken = true;
         }
     }
 }

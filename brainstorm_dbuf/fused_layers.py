@@ -1,0 +1,102 @@
+"""Passes of brainstorm's recurrent layers as single calls, where the handler has them.
+
+A recurrent layer makes some forty small operations a time step, and issuing them takes
+longer than computing them. So when a network gets a CudaHandler, its layers of the types
+in `PASSES` get passes that are one call into C each (src/handler/recurrent.c, lstm.c).
+They work on the same parameters, buffers and saved files and leave the same values in
+all of them, but for rounding. Nothing is changed for layers of other types, derived
+ones included, or with ``CudaHandler(fused=False)``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType, ModuleType
+from typing import Any
+
+from . import _cuda
+
+Pass = Callable[..., None]
+
+# What the C side knows; other functions that were added to a handler's act_func run in
+# the layer's own pass.
+ACTIVATIONS = frozenset({"tanh", "sigmoid", "rel", "el", "linear"})
+
+
+def _passes(operations: str) -> dict[str, Pass]:
+    """Return the passes that a handler's `<operations>_forward` and `_backward` make.
+
+    They carry the names of the methods they stand for, so that copies and pickles of a
+    layer find their own.
+    """
+
+    def forward_pass(self: Any, buffers: Any, training_pass: bool = True) -> None:
+        run = getattr(self.handler, operations + "_forward")
+        if self.activation not in ACTIVATIONS or not run(
+            self.activation,
+            buffers.inputs.default,
+            buffers.outputs.default,
+            buffers.parameters,
+            buffers.internals,
+        ):
+            type(self).forward_pass(self, buffers, training_pass)
+
+    def backward_pass(self: Any, buffers: Any) -> None:
+        run = getattr(self.handler, operations + "_backward")
+        if self.activation not in ACTIVATIONS or not run(
+            self.activation,
+            buffers.inputs.default,
+            buffers.outputs.default,
+            buffers.input_deltas.default,
+            buffers.output_deltas.default,
+            buffers.parameters,
+            buffers.gradients,
+            buffers.internals,
+        ):
+            type(self).backward_pass(self, buffers)
+
+    return {"forward_pass": forward_pass, "backward_pass": backward_pass}
+
+
+_LSTM, _RECURRENT = _passes("lstm"), _passes("recurrent")
+
+# By module and name, since brainstorm need not be imported here.
+PASSES = {
+    ("brainstorm.layers.clockwork_layer", "ClockworkLayerImpl"): _RECURRENT,
+    ("brainstorm.layers.clockwork_lstm_layer", "ClockworkLstmLayerImpl"): _LSTM,
+    ("brainstorm.layers.lstm_layer", "LstmLayerImpl"): _LSTM,
+    ("brainstorm.layers.recurrent_layer", "RecurrentLayerImpl"): _RECURRENT,
+}
+
+
+def fuse(layer: Any, handler: Any) -> None:
+    """Give `layer` the passes that suit `handler`: fused ones, or else its class's own.
+
+    Passes that somebody else has put on the layer itself stay.
+    """
+    cls = type(layer)
+    passes = PASSES.get((cls.__module__, cls.__name__))
+    if passes is None:
+        return
+    has_fused = isinstance(handler, _cuda.HandlerCore) and handler.fused
+    for name, function in passes.items():
+        own = vars(layer).get(name)
+        if own is not None and getattr(own, "__func__", None) is not function:
+            continue
+        if has_fused:
+            setattr(layer, name, MethodType(function, layer))
+        elif own is not None:
+            delattr(layer, name)
+
+
+def install(base_layer: ModuleType) -> None:
+    """Make `Layer.set_handler` in ``brainstorm.layers.base_layer`` call `fuse`."""
+    plain = base_layer.Layer.set_handler
+
+    @functools.wraps(plain)
+    def set_handler(self: Any, new_handler: Any) -> None:
+        plain(self, new_handler)
+        fuse(self, new_handler)
+
+    base_layer.Layer.set_handler = set_handler

@@ -1,0 +1,255 @@
+/* cuBLAS, for matrix products: opened by name at the first product, never linked.
+ *
+ * Where BRAINSTORM_DBUF_LIBCUBLAS names a library that one is taken; else the one that
+ * cuda-pathfinder finds (index packages, toolkit, system); else what the loader finds
+ * under the names of CUDA 13 and 12. */
+#include "handler.h"
+
+#include <dlfcn.h>
+#include <stdlib.h>
+
+/* cuBLAS's own declarations, of the entries used; its header is not needed to build. */
+typedef int Status;    /* cublasStatus_t */
+typedef int Operation; /* cublasOperation_t: 0 as it is, 1 transposed */
+
+#define BLAS_CALLS(X) \
+    X(Create_v2, (void **handle)) \
+    X(Destroy_v2, (void *handle)) \
+    X(SetStream_v2, (void *handle, CUstream stream)) \
+    X(SetWorkspace_v2, (void *handle, void *workspace, size_t nbytes)) \
+    X(SetMathMode, (void *handle, int mode)) \
+    X(Sgemm_v2, (void *handle, Operation transa, Operation transb, int m, int n, \
+                 int k, const float *alpha, const float *a, int lda, const float *b, \
+                 int ldb, const float *beta, float *c, int ldc)) \
+    X(SgemmStridedBatched, \
+      (void *handle, Operation transa, Operation transb, int m, int n, int k, \
+       const float *alpha, const float *a, int lda, long long stride_a, \
+       const float *b, int ldb, long long stride_b, const float *beta, float *c, \
+       int ldc, long long stride_c, int count))
+
+/* Of the process, as the driver's table is: filled once under the GIL. */
+static struct {
+    int is_open;
+#define X(name, parameters) Status(*name) parameters;
+    BLAS_CALLS(X)
+#undef X
+} blas;
+
+enum {
+    MATH_DEFAULT = 0,
+    MATH_TF32 = 3,
+    WORKSPACE_BYTES = 32 << 20, /* what cuBLAS recommends for Hopper */
+};
+
+const char *
+blas_status_name(int status)
+{
+    static const struct {
+        int status;
+        const char *name;
+    } names[] = {
+        {1, "CUBLAS_STATUS_NOT_INITIALIZED"}, {3, "CUBLAS_STATUS_ALLOC_FAILED"},
+        {7, "CUBLAS_STATUS_INVALID_VALUE"},   {8, "CUBLAS_STATUS_ARCH_MISMATCH"},
+        {11, "CUBLAS_STATUS_MAPPING_ERROR"},  {13, "CUBLAS_STATUS_EXECUTION_FAILED"},
+        {14, "CUBLAS_STATUS_INTERNAL_ERROR"}, {15, "CUBLAS_STATUS_NOT_SUPPORTED"},
+    };
+    for (size_t i = 0; i < Py_ARRAY_LENGTH(names); i++) {
+        if (names[i].status == status) {
+            return names[i].name;
+        }
+    }
+    return "CUBLAS_STATUS_UNKNOWN";
+}
+
+/* The path that cuda-pathfinder finds; a new reference, or NULL with no error set. */
+static PyObject *
+ask_pathfinder(void)
+{
+    PyObject *path = NULL;
+    PyObject *module = PyImport_ImportModule("cuda.pathfinder");
+    if (module != NULL) {
+        PyObject *loaded = PyObject_CallMethod(module, "load_nvidia_dynamic_lib", "s",
+                                               "cublas");
+        if (loaded != NULL) {
+            path = PyObject_GetAttrString(loaded, "abs_path");
+            Py_DECREF(loaded);
+        }
+        Py_DECREF(module);
+    }
+    PyErr_Clear(); /* not installed, or it finds none: the loader may */
+    return path;
+}
+
+static void *
+open_library(void)
+{
+    const char *given = getenv("BRAINSTORM_DBUF_LIBCUBLAS");
+    if (given != NULL && given[0] != '\0') {
+        return dlopen(given, RTLD_NOW | RTLD_LOCAL);
+    }
+    void *library = NULL;
+    PyObject *path = ask_pathfinder();
+    if (path != NULL && PyUnicode_Check(path)) {
+        const char *name = PyUnicode_AsUTF8(path);
+        library = name == NULL ? NULL : dlopen(name, RTLD_NOW | RTLD_LOCAL);
+        PyErr_Clear();
+    }
+    Py_XDECREF(path);
+    if (library == NULL) {
+        library = dlopen("libcublas.so.13", RTLD_NOW | RTLD_LOCAL);
+    }
+    if (library == NULL) {
+        library = dlopen("libcublas.so.12", RTLD_NOW | RTLD_LOCAL);
+    }
+    return library;
+}
+
+/* Fill the table. Return 0, or -1 with DriverError set. */
+static int
+open_blas(ModuleState *state)
+{
+    void *library = open_library();
+    if (library == NULL) {
+        const char *why = dlerror();
+        raise_plain(state->DriverError, "dlopen", "CUBLAS_NOT_FOUND",
+                    "matrix products need cuBLAS, which could not be opened (%s); "
+                    "`pip install brainstorm-dbuf[cuda]` brings it, or "
+                    "BRAINSTORM_DBUF_LIBCUBLAS names it",
+                    why == NULL ? "no reason given" : why);
+        return -1;
+    }
+#define X(name, parameters) \
+    *(void **)&blas.name = dlsym(library, "cublas" #name); \
+    if (blas.name == NULL) { \
+        raise_plain(state->DriverError, "dlsym", "CUBLAS_TOO_OLD", \
+                    "the cuBLAS found has no cublas" #name); \
+        dlclose(library); \
+        return -1; \
+    }
+    BLAS_CALLS(X)
+#undef X
+    blas.is_open = 1; /* the library stays open */
+    return 0;
+}
+
+/* Make the handle; in the context, without the GIL. */
+static Status
+make_handle(EngineObject *engine, void **handle, const char **call)
+{
+    *call = "cublasCreate";
+    Status status = blas.Create_v2(handle);
+    if (status == 0) {
+        *call = "cublasSetStream";
+        status = blas.SetStream_v2(*handle, engine->stream->handle);
+    }
+    if (status == 0) { /* after the stream, which would put cuBLAS's own back */
+        *call = "cublasSetWorkspace";
+        status = blas.SetWorkspace_v2(*handle, (void *)engine->blas_memory->ptr,
+                                      WORKSPACE_BYTES);
+    }
+    if (status == 0) {
+        *call = "cublasSetMathMode";
+        status =
+            blas.SetMathMode(*handle, engine->tf32 ? MATH_TF32 : MATH_DEFAULT);
+    }
+    if (status != 0 && *handle != NULL) {
+        (void)blas.Destroy_v2(*handle);
+        *handle = NULL;
+    }
+    return status;
+}
+
+int
+blas_ready(EngineObject *engine)
+{
+    if (engine->blas != NULL) {
+        return 0;
+    }
+    if (driver_ready(engine->state) < 0 ||
+        (!blas.is_open && open_blas(engine->state) < 0)) {
+        return -1;
+    }
+    if (engine->blas_memory == NULL) {
+        engine->blas_memory = pool_take(engine, WORKSPACE_BYTES);
+        if (engine->blas_memory == NULL) {
+            return -1;
+        }
+    }
+    void *handle = NULL;
+    const char *call = NULL;
+    Status made = 0;
+    Scope scope;
+    Py_BEGIN_ALLOW_THREADS
+    if (scope_enter(&scope, engine->context->handle) == CUDA_SUCCESS) {
+        made = make_handle(engine, &handle, &call);
+        scope_leave(&scope);
+    }
+    Py_END_ALLOW_THREADS
+    if (handle == NULL) {
+        raise_plain(engine->state->CudaError, scope_call(&scope, call),
+                    blas_status_name(made), "cuBLAS could not be set up");
+        return -1;
+    }
+    if (engine->blas != NULL) { /* another thread was quicker */
+        Py_BEGIN_ALLOW_THREADS
+        if (scope_enter(&scope, engine->context->handle) == CUDA_SUCCESS) {
+            (void)blas.Destroy_v2(handle);
+            scope_leave(&scope);
+        }
+        Py_END_ALLOW_THREADS
+        return 0;
+    }
+    engine->blas = handle;
+    return 0;
+}
+
+void
+blas_close(EngineObject *engine)
+{
+    Scope scope;
+    if (engine->blas != NULL && driver_usable() &&
+        scope_enter(&scope, engine->context->handle) == CUDA_SUCCESS) {
+        (void)blas.Destroy_v2(engine->blas);
+        scope_leave(&scope);
+    }
+    engine->blas = NULL;
+}
+
+/* cuBLAS's matrices are column-major: a row-major product is that of the transposed
+ * factors in the other order, and a row-major matrix is its own transpose there. */
+void
+op_products(Op *op, int count, int transa, int transb, size_t m, size_t n, size_t k,
+            CUdeviceptr a, size_t lda, size_t a_distance, CUdeviceptr b, size_t ldb,
+            size_t b_distance, float beta, CUdeviceptr out, size_t ldo,
+            size_t out_distance)
+{
+    static const float one = 1;
+    if (op->status != CUDA_SUCCESS || op->blas_status != 0) {
+        return;
+    }
+    op->engine->queued++;
+    if (count == 1) {
+        op->blas_status = blas.Sgemm_v2(
+            op->engine->blas, transb != 0, transa != 0, (int)n, (int)m, (int)k, &one,
+            (const float *)b, (int)ldb, (const float *)a, (int)lda, &beta, (float *)out,
+            (int)ldo);
+        op->call = "cublasSgemm";
+    }
+    else {
+        op->blas_status = blas.SgemmStridedBatched(
+            op->engine->blas, transb != 0, transa != 0, (int)n, (int)m, (int)k, &one,
+            (const float *)b, (int)ldb, (long long)b_distance, (const float *)a,
+            (int)lda, (long long)a_distance, &beta, (float *)out, (int)ldo,
+            (long long)out_distance, count);
+        op->call = "cublasSgemmStridedBatched";
+    }
+}
+
+void
+op_product(Op *op, int transa, int transb, size_t m, size_t n, size_t k, CUdeviceptr a,
+           size_t lda, CUdeviceptr b, size_t ldb, float beta, CUdeviceptr out,
+           size_t ldo)
+{
+    op_products(op, 1, transa, transb, m, n, k, a, lda, 0, b, ldb, 0, beta, out, ldo,
+                0);
+}

@@ -1,0 +1,10 @@
+/* The one translation unit of the kernels: nvcc makes one image of it. */
+#include "common.cuh"
+
+#include "elementwise.cu"
+#include "reduce.cu"
+#include "rows.cu"
+#include "random.cu"
+#include "convolution.cu"
+#include "pooling.cu"
+#include "recurrent.cu"
