@@ -22,7 +22,7 @@ if importlib.util.find_spec("._cuda", __name__) is None:
         "`pip install -e .`"
     )
 
-from . import compat, handler_ops
+from . import compat, fused_layers, handler_ops
 from ._cuda import (
     HOST_ALLOC_DEVICEMAP,
     HOST_ALLOC_PORTABLE,
@@ -126,6 +126,7 @@ __all__ = [
 
 compat.apply()
 compat.when_imported("brainstorm.handlers", handler_ops.install)
+compat.when_imported("brainstorm.layers.base_layer", fused_layers.install)
 # brainstorm looks for the class of a description among those that exist by then.
 for _module in (".trainer", ".cuda_handler"):
     compat.when_imported(

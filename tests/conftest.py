@@ -88,7 +88,7 @@ def why_no_cuda_handler():
         return f"CudaHandler: {build.why_no_kernels()}"
     try:
         _cuda.HandlerCore(device=-1)  # refused, but only by what has kernels
-    except dbuf.CudaError:
+    except (ValueError, dbuf.CudaError):
         return None
     except RuntimeError as error:
         return str(error)
@@ -114,6 +114,12 @@ def _real_context():
             yield context.handle
 
 
+def _forget_failures():
+    """Let go of what the traceback of the last failure still holds, for a debugger."""
+    for name in ("last_exc", "last_type", "last_value", "last_traceback"):
+        vars(sys).pop(name, None)
+
+
 @pytest.fixture
 def driver(request):
     """A driver with a context current in this thread; ``fake`` steers the stand-in.
@@ -126,6 +132,7 @@ def driver(request):
             gc.collect()
         return
     fake = request.getfixturevalue("_fake_library")
+    _forget_failures()
     gc.collect()
     fake.reset()
     # As PyCUDA does: a context of its own, current in the thread that trains.

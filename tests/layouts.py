@@ -90,9 +90,7 @@ class Layout:
         outer = buffer[self.offset : self.offset + size].reshape(self.outer)
         if self.outer == self.shape:
             return outer
-        return outer[
-            tuple(slice(b, b + n) for b, n in zip(self.before, self.shape))
-        ]
+        return outer[tuple(slice(b, b + n) for b, n in zip(self.before, self.shape))]
 
 
 def whole(shape):

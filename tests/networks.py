@@ -158,21 +158,20 @@ def _through(make, size=5, out=(5,), **weights):
     return LayerNet(build, out, **weights)
 
 
-def _between(make, pairs, output="default", out=(5,), targets=False):
+def _between(make, names, out=(5,)):
     """A layer with several inputs, each from a FullyConnected of its own."""
 
     def build(inp):
         middle = make()
-        for k, name in enumerate(pairs):
-            first = _first(inp, out if len(out) > 1 else out[0], name=f"First{k}")
-            first >> name - middle
+        for k, name in enumerate(names):
+            _first(inp, 5, name=f"First{k}") >> name - middle
         error = layers.SquaredError(name="Error")
         middle >> "default" - error
         inp - "targets" >> "targets" - error
         inp - "mask" >> layers.NoOp(name="Unused")
         _loss(error)
 
-    return LayerNet(build, (10,) if output == "both" else out)
+    return LayerNet(build, out)
 
 
 def _against_targets(make, output="loss", targets=(3,), activation="tanh"):
@@ -211,8 +210,8 @@ def _decayed(make):
     return LayerNet(build, (5,))
 
 
-def _shared_hub(make):
-    """A layer fed by the input, by another layer and by itself being another's."""
+def _shared_hub(make, **weights):
+    """Layers whose inputs are the outputs of several, side by side in one buffer."""
 
     def build(inp):
         first, middle = _first(inp, 3), make()
@@ -226,7 +225,7 @@ def _shared_hub(make):
         inp - "mask" >> layers.NoOp(name="Unused")
         _loss(error)
 
-    return LayerNet(build, (2,))
+    return LayerNet(build, (2,), **weights)
 
 
 IMAGE = (4, 5, 3)
@@ -296,7 +295,7 @@ LAYERS = {
     },
     "Mask": LayerNet(_masked, (5,)),
     "Merge": _between(
-        lambda: layers.Merge(name="Middle"), ("inputs_1", "inputs_2"), "both"
+        lambda: layers.Merge(name="Middle"), ("inputs_1", "inputs_2"), (10,)
     ),
     "NoOp": _through(lambda: layers.NoOp(name="Middle")),
     **{
@@ -335,6 +334,9 @@ LAYERS = {
         lambda: layers.Recurrent(4, name="Middle")
     ),
     "a Clockwork in a hub of several sources": _shared_hub(
-        lambda: layers.Clockwork(4, name="Middle")
+        lambda: layers.Clockwork(4, name="Middle"), timing=[1, 2, 2, 3]
+    ),
+    "a ClockworkLstm in a hub of several sources": _shared_hub(
+        lambda: layers.ClockworkLstm(4, name="Middle"), timing=[1, 2, 2, 3]
     ),
 }

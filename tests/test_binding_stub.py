@@ -11,9 +11,10 @@ import brainstorm_dbuf
 from brainstorm_dbuf import _cuda
 
 STUB = Path(brainstorm_dbuf.__file__).with_name("_cuda.pyi")
-SOURCES = Path(__file__).parent.parent / "src" / "cuda"
+SOURCES = Path(__file__).parent.parent / "src"
 TREE = ast.parse(STUB.read_text())
-INHERITED = {"__new__", "__eq__", "__hash__"}
+INHERITED = {"__new__", "__init__", "__eq__", "__hash__"}
+INHERITED |= {"__getitem__", "__setitem__", "__len__"}
 ANY_OBJECT = {"__doc__", "__module__", "__new__", "__getattribute__", "__repr__"}
 
 
@@ -85,29 +86,34 @@ def test_classes_have_the_stubs_attributes(name):
     kind = getattr(_cuda, name)
     assert kind.__doc__
     special = {"__cuda_stream__", "__cuda_array_interface__", "__int__", "__index__"}
-    special |= {"__enter__", "__exit__"}
+    special |= {"__enter__", "__exit__", "__array__", "__dlpack__", "__dlpack_device__"}
     real = {n for n in vars(kind) if not n.startswith("_") or n in special}
     assert real == {n for n in stubbed if n not in INHERITED}
     for attribute, node in stubbed.items():
         if is_property(node):
             assert inspect.isgetsetdescriptor(inspect.getattr_static(kind, attribute))
-        elif attribute == "__new__":
+        elif attribute in ("__new__", "__init__"):
             assert signature(kind) == parameters(node)
         elif attribute not in INHERITED | {"__int__", "__index__"}:
             assert signature(getattr(kind, attribute)) == parameters(node)
             assert getattr(kind, attribute).__doc__
 
 
-def test_every_type_is_documented_as_final():
-    for node in stub_classes().values():
-        assert [d.id for d in node.decorator_list] == ["final"]
+def test_every_type_but_the_handlers_base_is_documented_as_final():
+    for name, node in stub_classes().items():
+        final = [d.id for d in node.decorator_list]
+        assert final == ([] if name == "HandlerCore" else ["final"])
 
 
 # ---- Rules on the source text ----
 
 
 def c_files():
-    return sorted(SOURCES.glob("*.c"))
+    return sorted([*SOURCES.glob("cuda/*.c"), *SOURCES.glob("handler/*.c")])
+
+
+def all_files():
+    return sorted(path for path in SOURCES.glob("*/*") if path.is_file())
 
 
 @pytest.mark.skipif(not SOURCES.is_dir(), reason="the C source is not here")
@@ -121,9 +127,7 @@ def test_no_python_runs_where_the_gil_is_released(path):
 
 
 @pytest.mark.skipif(not SOURCES.is_dir(), reason="the C source is not here")
-@pytest.mark.parametrize(
-    "path", [*c_files(), SOURCES / "binding.h"], ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", all_files(), ids=lambda path: path.name)
 def test_the_source_keeps_to_88_columns_and_opens_with_its_design(path):
     text = path.read_text()
     assert text.startswith("/* ")

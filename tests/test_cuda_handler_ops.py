@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import brainstorm_dbuf as dbuf  # noqa: F401  (before brainstorm)
+import brainstorm_dbuf as dbuf
 from brainstorm.handlers import NumpyHandler
 from layouts import (
     EPS,
@@ -154,8 +154,9 @@ OPS = {
         ("x", "y", "dy"),
         "dx",
         in_place=("x", "y", "dy"),
-        tolerance=lambda expected, x, y, dy, dx: 4 * EPS * np.abs(dy) * (y * y + 1)
-        + 4 * TINY,
+        tolerance=lambda expected, x, y, dy, dx: (
+            4 * EPS * np.abs(dy) * (y * y + 1) + 4 * TINY
+        ),
         extreme=False,
     ),
 }
@@ -188,8 +189,9 @@ class Call:
             layout = self.places[argument]
             buffer = buffer_of(layout, self.arrays[argument])
             buffers[key] = to_side(buffer.astype(dtype, copy=False))
-        views = {key: self.places[a].cut(buffers[key]) for key, a in
-                 self.distinct().items()}
+        views = {
+            key: self.places[a].cut(buffers[key]) for key, a in self.distinct().items()
+        }
         arguments = {a: views[id(layout)] for a, layout in self.places.items()}
         with np.errstate(all="ignore"):
             result = getattr(handler, self.name)(**arguments, **self.numbers)
@@ -199,9 +201,7 @@ class Call:
 
 def shape_of_v(draw, shape):
     rows, columns = shape
-    return draw(
-        st.sampled_from([(1, columns), (rows, 1), (1, 1), (rows, columns)])
-    )
+    return draw(st.sampled_from([(1, columns), (rows, 1), (1, 1), (rows, columns)]))
 
 
 @st.composite
@@ -484,7 +484,10 @@ def test_tf32_is_an_option_and_its_products_are_near(cuda):
             call = Call(
                 "dot_mm",
                 None,
-                {a: rnd.standard_normal(s).astype(np.float32) for a, s in named.items()},
+                {
+                    a: rnd.standard_normal(s).astype(np.float32)
+                    for a, s in named.items()
+                },
                 {a: whole(s) for a, s in named.items()},
                 {"transa": transa, "transb": transb},
             )
@@ -561,9 +564,9 @@ SOURCES = {
     "Fortran order": lambda shape: np.asfortranarray(
         np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
     ),
-    "transposed": lambda shape: np.arange(np.prod(shape), dtype=np.float32)
-    .reshape(shape[::-1])
-    .T,
+    "transposed": lambda shape: (
+        np.arange(np.prod(shape), dtype=np.float32).reshape(shape[::-1]).T
+    ),
     "every second": lambda shape: np.arange(2.0 * np.prod(shape)).reshape(
         *shape[:-1], 2 * shape[-1]
     )[..., ::2],

@@ -377,6 +377,9 @@ def test_devices_tell_about_themselves(bare, fake):
     assert total.value == 8 << 30
     bare.ok("cuDeviceGetAttribute", byref(value), 75, 0)
     assert value.value == 9
+    for attribute, expected in ((76, 0), (16, 4), (95, 1), (97, 227 << 10)):
+        bare.ok("cuDeviceGetAttribute", byref(value), attribute, 0)
+        assert value.value == expected
     assert bare.cuDeviceGetAttribute(byref(value), 0, 0) == INVALID_VALUE
 
 
@@ -1744,7 +1747,7 @@ def device_floats(d, array):
 
 
 def test_building_the_kernels_twice_gives_the_same_file(kernels_library, tmp_path):
-    arguments = dict(kernels=SAMPLES, names=SAMPLES.with_suffix(".h"))
+    arguments = {"kernels": SAMPLES, "names": SAMPLES.with_suffix(".h")}
     stamp = kernels_library.stat().st_mtime_ns
     assert build_kernels(**arguments) == kernels_library
     assert kernels_library.stat().st_mtime_ns == stamp

@@ -237,8 +237,8 @@ Array_subscript(PyObject *op, PyObject *key)
 }
 
 /* Find strides that give the elements of self in another shape without a copy. Axes of
- * both shapes are matched in groups of equal size; within a group the old axes must step
- * like one. Return 0, or -1 if there are none. */
+ * both shapes are matched in groups of equal size; within a group the old axes must
+ * step like one. Return 0, or -1 if there are none. */
 static int
 restride(const ArrayObject *self, int ndim, const Py_ssize_t *shape,
          Py_ssize_t *strides)
@@ -278,8 +278,7 @@ restride(const ArrayObject *self, int ndim, const Py_ssize_t *shape,
             if (self->shape[i] == 1) {
                 continue;
             }
-            if (last >= 0 &&
-                self->strides[last] != self->strides[i] * self->shape[i]) {
+            if (last >= 0 && self->strides[last] != self->strides[i] * self->shape[i]) {
                 return -1;
             }
             last = i;
@@ -341,8 +340,7 @@ Array_reshape(PyObject *op, PyObject *args)
             open = i;
         }
         else {
-            bad |= shape[i] < 0 ||
-                   (shape[i] > 0 && known > PY_SSIZE_T_MAX / shape[i]);
+            bad |= shape[i] < 0 || (shape[i] > 0 && known > PY_SSIZE_T_MAX / shape[i]);
             known *= bad ? 1 : shape[i];
         }
     }
@@ -461,11 +459,11 @@ Array_repr(PyObject *op)
     if (shape == NULL) {
         return NULL;
     }
-    PyObject *text = PyUnicode_FromFormat(
-        "<DeviceArray of shape %R, %s, %s%p on device %d>", shape,
-        self->is_int ? "int32" : "float32",
-        array_is_contiguous(self) ? "at " : "strided, at ", (void *)self->ptr,
-        (int)self->engine->context->device);
+    PyObject *text =
+        PyUnicode_FromFormat("<DeviceArray of shape %R, %s, %s%p on device %d>", shape,
+                             self->is_int ? "int32" : "float32",
+                             array_is_contiguous(self) ? "at " : "strided, at ",
+                             (void *)self->ptr, (int)self->engine->context->device);
     Py_DECREF(shape);
     return text;
 }

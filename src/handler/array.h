@@ -1,4 +1,5 @@
-/* DeviceArray, for the files that make arrays: array.c, transfer.c, exchange.c, memory.c.
+/* DeviceArray, for the files that make arrays: array.c, transfer.c, exchange.c,
+ * memory.c.
  */
 #ifndef BRAINSTORM_DBUF_HANDLER_ARRAY_H
 #define BRAINSTORM_DBUF_HANDLER_ARRAY_H

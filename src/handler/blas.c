@@ -68,8 +68,8 @@ ask_pathfinder(void)
     PyObject *path = NULL;
     PyObject *module = PyImport_ImportModule("cuda.pathfinder");
     if (module != NULL) {
-        PyObject *loaded = PyObject_CallMethod(module, "load_nvidia_dynamic_lib", "s",
-                                               "cublas");
+        PyObject *loaded =
+            PyObject_CallMethod(module, "load_nvidia_dynamic_lib", "s", "cublas");
         if (loaded != NULL) {
             path = PyObject_GetAttrString(loaded, "abs_path");
             Py_DECREF(loaded);
@@ -149,8 +149,7 @@ make_handle(EngineObject *engine, void **handle, const char **call)
     }
     if (status == 0) {
         *call = "cublasSetMathMode";
-        status =
-            blas.SetMathMode(*handle, engine->tf32 ? MATH_TF32 : MATH_DEFAULT);
+        status = blas.SetMathMode(*handle, engine->tf32 ? MATH_TF32 : MATH_DEFAULT);
     }
     if (status != 0 && *handle != NULL) {
         (void)blas.Destroy_v2(*handle);
@@ -229,10 +228,10 @@ op_products(Op *op, int count, int transa, int transb, size_t m, size_t n, size_
     }
     op->engine->queued++;
     if (count == 1) {
-        op->blas_status = blas.Sgemm_v2(
-            op->engine->blas, transb != 0, transa != 0, (int)n, (int)m, (int)k, &one,
-            (const float *)b, (int)ldb, (const float *)a, (int)lda, &beta, (float *)out,
-            (int)ldo);
+        op->blas_status =
+            blas.Sgemm_v2(op->engine->blas, transb != 0, transa != 0, (int)n, (int)m,
+                          (int)k, &one, (const float *)b, (int)ldb, (const float *)a,
+                          (int)lda, &beta, (float *)out, (int)ldo);
         op->call = "cublasSgemm";
     }
     else {

@@ -138,8 +138,8 @@ core_type(PyObject *module)
     for (size_t i = 0; i < Py_ARRAY_LENGTH(tables) && type != NULL; i++) {
         for (PyMethodDef *entry = tables[i]; entry->ml_name != NULL; entry++) {
             PyObject *method = PyDescr_NewMethod(type, entry);
-            if (method == NULL || PyObject_SetAttrString((PyObject *)type,
-                                                         entry->ml_name, method) < 0) {
+            if (method == NULL ||
+                PyObject_SetAttrString((PyObject *)type, entry->ml_name, method) < 0) {
                 Py_XDECREF(method);
                 Py_CLEAR(type);
                 break;

@@ -17,7 +17,8 @@ static const Kernel strided_kernels[MAP_COUNT] = {
 #undef X
 };
 
-/* Strides of `array` broadcast to out's axes: 0 where it is repeated. The shapes fit. */
+/* Strides of `array` broadcast to out's axes: 0 where it is repeated. The shapes fit.
+ */
 static void
 broadcast_strides(const ArrayObject *out, const ArrayObject *array, Py_ssize_t *strides)
 {
@@ -87,7 +88,8 @@ make_layout(const ArrayObject *out, const Py_ssize_t *a, const Py_ssize_t *b,
     layout->ndim = n;
 }
 
-/* Launch the strided kernel, along the first axis in pieces of at most 2^31 elements. */
+/* Launch the strided kernel, along the first axis in pieces of at most 2^31 elements.
+ */
 static void
 launch_strided(Op *op, Map map, MapLayout *layout, const size_t *shape, CUdeviceptr out,
                CUdeviceptr a, CUdeviceptr b, float s, float t)
@@ -160,8 +162,7 @@ run_elementwise(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
     const char *out_name = NULL, *input_names[2] = {NULL, NULL};
     double numbers[2] = {0, 0};
     EngineObject *engine = core_engine(self);
-    if (engine == NULL ||
-        unpack(&what->signature, args, nargs, kwnames, given) < 0) {
+    if (engine == NULL || unpack(&what->signature, args, nargs, kwnames, given) < 0) {
         return NULL;
     }
     for (int i = 0; what->roles[i] != '\0'; i++) {
@@ -247,7 +248,8 @@ ELEMENTWISE(tanh_deriv, tanh_deriv, "-abo", 4, "x", "y", "dy", "dx")
 
 /* What the docstrings have in common; each adds its formula. */
 #define FLOATS \
-    "\n\nAll arrays are float32 DeviceArrays of this handler; inputs broadcast to the " \
+    "\n\nAll arrays are float32 DeviceArrays of this handler; inputs broadcast to " \
+    "the " \
     "output\nas in NumPy, which may be one of them. Raises TypeError or ValueError " \
     "naming the\nargument otherwise."
 
@@ -265,8 +267,7 @@ PyMethodDef elementwise_operations[] = {
     ENTRY(clip_t, "a, a_min, a_max, out",
           "Set out to a, limited to [a_min, a_max]; NaN stays."),
     ENTRY(copy_to, "src, dest", "Copy src into dest."),
-    ENTRY(copy_to_if, "src, dest, cond",
-          "Copy src into dest where cond != 0."),
+    ENTRY(copy_to_if, "src, dest, cond", "Copy src into dest where cond != 0."),
     ENTRY(divide_mv, "m, v, out",
           "Set out = m / v; v is a row (1, N) or a column (M, 1)."),
     ENTRY(divide_tt, "a, b, out", "Set out = a / b."),
@@ -287,18 +288,15 @@ PyMethodDef elementwise_operations[] = {
     ENTRY(mult_st, "s, t, out", "Set out = s * t for a number s."),
     ENTRY(mult_tt, "a, b, out", "Set out = a * b."),
     ENTRY(rel, "x, y", "Set y = x where x > 0, else 0; NaN stays."),
-    ENTRY(rel_deriv, "x, y, dy, dx",
-          "Set dx = dy where y > 0, else 0; x is not read."),
+    ENTRY(rel_deriv, "x, y, dy, dx", "Set dx = dy where y > 0, else 0; x is not read."),
     ENTRY(sigmoid, "x, y", "Set y = 1 / (1 + exp(-x)); NaN stays."),
-    ENTRY(sigmoid_deriv, "x, y, dy, dx",
-          "Set dx = dy * y * (1 - y); x is not read."),
+    ENTRY(sigmoid_deriv, "x, y, dy, dx", "Set dx = dy * y * (1 - y); x is not read."),
     ENTRY(sign_t, "a, out", "Set out to -1, 0 or 1 by a's sign; NaN stays."),
     ENTRY(sqrt_t, "a, out", "Set out = sqrt(a)."),
     ENTRY(subtract_mv, "m, v, out",
           "Set out = m - v; v is a row (1, N) or a column (M, 1)."),
     ENTRY(subtract_tt, "a, b, out", "Set out = a - b."),
     ENTRY(tanh, "x, y", "Set y = tanh(x)."),
-    ENTRY(tanh_deriv, "x, y, dy, dx",
-          "Set dx = dy * (1 - y * y); x is not read."),
+    ENTRY(tanh_deriv, "x, y, dy, dx", "Set dx = dy * (1 - y * y); x is not read."),
     {NULL, NULL, 0, NULL},
 };

@@ -31,9 +31,8 @@ make_scratch(EngineObject *self)
     CUresult status;
     Scope scope;
     IN_CONTEXT(scope, self->context->handle, status,
-               driver.MemHostAlloc(&ptr, BYTES,
-                                   CU_MEMHOSTALLOC_PORTABLE |
-                                       CU_MEMHOSTALLOC_DEVICEMAP));
+               driver.MemHostAlloc(
+                   &ptr, BYTES, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP));
     if (status != CUDA_SUCCESS) {
         raise_cuda(self->state, scope_call(&scope, "cuMemHostAlloc"), status,
                    "%d bytes of page-locked memory", (int)BYTES);

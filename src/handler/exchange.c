@@ -1,9 +1,9 @@
 /* Memory shared with other libraries: the CUDA array interface (version 3), and DLPack
  * (https://dmlc.github.io/dlpack/latest/c_api.html), both ways and without a copy.
  *
- * Whoever takes an array waits, on its stream, for what this handler has queued, and the
- * other way round. A block that was exported goes back to the driver, not to the pool,
- * since its taker may have work queued on it that the pool knows nothing of. */
+ * Whoever takes an array waits, on its stream, for what this handler has queued, and
+ * the other way round. A block that was exported goes back to the driver, not to the
+ * pool, since its taker may have work queued on it that the pool knows nothing of. */
 #include "array.h"
 
 /* ---- DLPack's structures, of ABI 0 (unversioned capsules) ---- */
@@ -151,8 +151,9 @@ Array_dlpack(PyObject *op, PyObject *const *args, Py_ssize_t nargs, PyObject *kw
         return NULL;
     }
     if (given[3] == Py_True) {
-        PyErr_SetString(PyExc_BufferError,
-                        "__dlpack__: use copy() for a copy, the memory itself is given");
+        PyErr_SetString(
+            PyExc_BufferError,
+            "__dlpack__: use copy() for a copy, the memory itself is given");
         return NULL;
     }
     if (given[2] != NULL && given[2] != Py_None) {
@@ -330,9 +331,10 @@ as_array(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwna
     unsigned long long address;
     CUstream other;
     if (ndim > MAX_DIMS || (has_steps && PyObject_Length(steps) != ndim)) {
-        PyErr_Format(PyExc_ValueError,
-                     "as_array: %zd axes, at most %d can be taken, with as many strides",
-                     ndim, MAX_DIMS);
+        PyErr_Format(
+            PyExc_ValueError,
+            "as_array: %zd axes, at most %d can be taken, with as many strides", ndim,
+            MAX_DIMS);
         goto done;
     }
     if (read_sizes(sizes, (int)ndim, 1, shape) < 0 ||
@@ -384,9 +386,8 @@ from_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *k
         return NULL;
     }
     PyObject *empty = PyTuple_New(0);
-    PyObject *options =
-        Py_BuildValue("{s:K}", "stream",
-                      (unsigned long long)(uintptr_t)engine->stream->handle);
+    PyObject *options = Py_BuildValue(
+        "{s:K}", "stream", (unsigned long long)(uintptr_t)engine->stream->handle);
     if (empty != NULL && options != NULL) {
         capsule = PyObject_Call(method, empty, options);
     }
@@ -436,10 +437,9 @@ from_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *k
         goto done;
     }
     (void)PyCapsule_SetName(capsule, "used_dltensor"); /* its deleter is ours now */
-    array = foreign_array(engine, holder,
-                          (CUdeviceptr)(uintptr_t)tensor->data + tensor->byte_offset,
-                          tensor->ndim, shape,
-                          tensor->strides == NULL ? NULL : strides, is_int);
+    array = foreign_array(
+        engine, holder, (CUdeviceptr)(uintptr_t)tensor->data + tensor->byte_offset,
+        tensor->ndim, shape, tensor->strides == NULL ? NULL : strides, is_int);
     if (array != NULL) {
         array->is_foreign = 1;
     }

@@ -25,7 +25,7 @@ typedef enum {
 #define X(name) KERNEL_##name,
     KERNELS(X)
 #undef X
-    KERNEL_COUNT
+        KERNEL_COUNT
 } Kernel;
 
 /* ---- Pool (pool.c) ---- */
@@ -65,15 +65,15 @@ CUresult pool_trim(EngineObject *engine);
 
 struct EngineObject {
     PyObject_HEAD
-    ModuleState *state;     /* borrowed from module */
-    PyObject *module;       /* owned until dealloc: keeps `state` */
-    ContextObject *context; /* owned until dealloc */
-    StreamObject *stream;   /* owned until dealloc: the compute stream */
-    CUmodule image;         /* owned, or NULL */
+    ModuleState *state;                 /* borrowed from module */
+    PyObject *module;                   /* owned until dealloc: keeps `state` */
+    ContextObject *context;             /* owned until dealloc */
+    StreamObject *stream;               /* owned until dealloc: the compute stream */
+    CUmodule image;                     /* owned, or NULL */
     CUfunction functions[KERNEL_COUNT]; /* borrowed from image */
-    void *blas;          /* owned: cublasHandle_t, made at the first product */
-    Block *blas_memory;  /* owned: cuBLAS's workspace */
-    int tf32;            /* products may round their factors to TF32 */
+    void *blas;              /* owned: cublasHandle_t, made at the first product */
+    Block *blas_memory;      /* owned: cuBLAS's workspace */
+    int tf32;                /* products may round their factors to TF32 */
     unsigned int processors; /* multiprocessors of the device */
     size_t shared_limit;     /* bytes of shared memory a block may have, opted in */
     unsigned int queued;     /* launches since the stream was last waited for */
@@ -114,11 +114,11 @@ typedef struct {
     Block *block;         /* owned, or NULL: a view, or no bytes, or foreign memory */
     PyObject *base;       /* owned, or NULL: the array or object whose memory it is */
     CUdeviceptr ptr;
-    int is_int;           /* int32 elements; else float32 */
-    int is_exported;      /* somebody else may use the block on streams of theirs */
-    int is_foreign;       /* base's memory may go with it: wait before dropping it */
+    int is_int;      /* int32 elements; else float32 */
+    int is_exported; /* somebody else may use the block on streams of theirs */
+    int is_foreign;  /* base's memory may go with it: wait before dropping it */
     int ndim;
-    Py_ssize_t size;              /* number of elements */
+    Py_ssize_t size; /* number of elements */
     Py_ssize_t shape[MAX_DIMS];
     Py_ssize_t strides[MAX_DIMS]; /* in elements, never negative */
     PyObject *shape_tuple;        /* owned, or NULL: made when first asked for */
@@ -138,8 +138,9 @@ PyObject *shape_of(const ArrayObject *array);
 
 /* ---- Arguments of operations (arguments.c) ---- */
 
-/* Borrow the float32 DeviceArray in object. NULL with TypeError or ValueError set, which
- * name the operation and the argument: no DeviceArray, of another handler, int32. */
+/* Borrow the float32 DeviceArray in object. NULL with TypeError or ValueError set,
+ * which name the operation and the argument: no DeviceArray, of another handler, int32.
+ */
 ArrayObject *array_argument(EngineObject *engine, const char *operation,
                             const char *name, PyObject *object);
 
@@ -147,10 +148,11 @@ ArrayObject *array_argument(EngineObject *engine, const char *operation,
 int number_argument(const char *operation, const char *name, PyObject *object,
                     double *value);
 
-/* Set ValueError "<operation>: <name> has shape (..), expected <format...>"; return NULL.
+/* Set ValueError "<operation>: <name> has shape (..), expected <format...>"; return
+ * NULL.
  */
-PyObject *raise_shape(const char *operation, const char *name,
-                      const ArrayObject *array, const char *format, ...);
+PyObject *raise_shape(const char *operation, const char *name, const ArrayObject *array,
+                      const char *format, ...);
 
 /* Return 0 if array has the given shape, else -1 with such a ValueError. */
 int check_shape(const char *operation, const char *name, const ArrayObject *array,
@@ -169,10 +171,10 @@ typedef struct {
     const char *name;     /* of the operation, for errors */
     Scope scope;
     int begun;
-    PyThreadState *thread; /* not NULL: the GIL is released */
-    CUresult status;       /* of the first driver call that failed */
-    int blas_status;       /* of the first cuBLAS call that failed */
-    const char *call;      /* the call that failed */
+    PyThreadState *thread;              /* not NULL: the GIL is released */
+    CUresult status;                    /* of the first driver call that failed */
+    int blas_status;                    /* of the first cuBLAS call that failed */
+    const char *call;                   /* the call that failed */
     Block *temporaries[OP_TEMPORARIES]; /* owned until op_end */
     int count;
 } Op;
@@ -184,8 +186,8 @@ int op_init(Op *op, EngineObject *engine, const char *name);
  * 0 with an error set if there is none (op_end follows all the same). */
 CUdeviceptr op_temporary(Op *op, size_t nbytes);
 
-/* Enter the context; release the GIL if `is_long` or if the queue is deep, when a launch
- * may wait. From here to op_end: no Python. */
+/* Enter the context; release the GIL if `is_long` or if the queue is deep, when a
+ * launch may wait. From here to op_end: no Python. */
 void op_begin(Op *op, int is_long);
 
 /* Queue a kernel on the compute stream. After a failure nothing more is queued. */
@@ -247,14 +249,14 @@ void op_set(Op *op, CUdeviceptr dest, const void *source, size_t nbytes);
 void op_get(Op *op, void *dest, CUdeviceptr source, size_t nbytes);
 void op_wait(Op *op);
 
-/* Leave the context, take the GIL back, give the temporaries back. Return a new None, or
- * NULL with an error set: one set before (by op_temporary), or of a failed call. */
+/* Leave the context, take the GIL back, give the temporaries back. Return a new None,
+ * or NULL with an error set: one set before (by op_temporary), or of a failed call. */
 PyObject *op_end(Op *op);
 
 /* ---- cuBLAS (blas.c) ---- */
 
-/* Open cuBLAS and make the engine's handle if that is not done yet. Return 0, or -1 with
- * an error set. */
+/* Open cuBLAS and make the engine's handle if that is not done yet. Return 0, or -1
+ * with an error set. */
 int blas_ready(EngineObject *engine);
 void blas_close(EngineObject *engine);
 const char *blas_status_name(int status);
@@ -265,7 +267,7 @@ typedef enum {
 #define X(name) MAP_##name,
     MAPS(X)
 #undef X
-    MAP_COUNT
+        MAP_COUNT
 } Map;
 
 /* Queue out = map(out; a, b; s, t); a and b (may be NULL) broadcast to out as in NumPy.
@@ -320,8 +322,8 @@ void op_rows_store(Op *op, const Rows *rows);
 
 typedef struct {
     PyObject_HEAD
-    EngineObject *engine;    /* owned until dealloc; NULL before __init__ */
-    unsigned long long seed; /* of the random numbers */
+    EngineObject *engine;     /* owned until dealloc; NULL before __init__ */
+    unsigned long long seed;  /* of the random numbers */
     unsigned long long draws; /* how many random operations there were */
 } CoreObject;
 
@@ -330,10 +332,12 @@ EngineObject *core_engine(PyObject *core);
 
 extern PyType_Spec Engine_spec, DeviceArray_spec;
 
-/* Make the type HandlerCore with the operations of all files. NULL with an error set. */
+/* Make the type HandlerCore with the operations of all files. NULL with an error set.
+ */
 PyTypeObject *core_type(PyObject *module);
 
-/* Tables of the other files, all METH_FASTCALL | METH_KEYWORDS methods of HandlerCore. */
+/* Tables of the other files, all METH_FASTCALL | METH_KEYWORDS methods of HandlerCore.
+ */
 extern PyMethodDef memory_operations[], elementwise_operations[], matrix_operations[],
     reduce_operations[], row_operations[], random_operations[],
     convolution_operations[], pooling_operations[], recurrent_operations[];

@@ -58,8 +58,7 @@ kernels_load(EngineObject *engine)
     }
     Py_END_ALLOW_THREADS
     if (status != CUDA_SUCCESS) {
-        raise_cuda(engine->state, scope_call(&scope, call), status,
-                   "%s%s", name,
+        raise_cuda(engine->state, scope_call(&scope, call), status, "%s%s", name,
                    status == CUDA_ERROR_NO_BINARY_FOR_GPU ||
                            status == CUDA_ERROR_UNSUPPORTED_PTX_VERSION
                        ? ": built for other GPUs, or by a CUDA compiler that is newer "

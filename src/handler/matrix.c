@@ -52,7 +52,8 @@ check_product(const char *operation, ArrayObject *const *arrays, int transa, int
             return -1;
         }
         for (int axis = 0; axis < 2; axis++) {
-            if (arrays[i]->shape[axis] > INT_MAX || arrays[i]->strides[axis] > INT_MAX) {
+            if (arrays[i]->shape[axis] > INT_MAX ||
+                arrays[i]->strides[axis] > INT_MAX) {
                 raise_shape(operation, names[i], arrays[i],
                             "sizes that cuBLAS can take, up to 2147483647");
                 return -1;

@@ -168,10 +168,11 @@ PyMethodDef memory_operations[] = {
                "Return a new float32 DeviceArray with a NumPy array's shape and "
                "values.")},
     {"get_numpy_copy", FASTCALL(get_numpy_copy),
-     PyDoc_STR("get_numpy_copy($self, mem)\n--\n\n"
-               "Return a NumPy copy of a DeviceArray; waits until it is computed.\n\n"
-               "Raises IndexError where an earlier operation met an index that does not "
-               "exist.")},
+     PyDoc_STR(
+         "get_numpy_copy($self, mem)\n--\n\n"
+         "Return a NumPy copy of a DeviceArray; waits until it is computed.\n\n"
+         "Raises IndexError where an earlier operation met an index that does not "
+         "exist.")},
     {"ones", FASTCALL(ones),
      PyDoc_STR("ones($self, shape)\n--\n\nReturn a new float32 DeviceArray of ones.")},
     {"pool_info", FASTCALL(pool_info),

@@ -97,8 +97,7 @@ op_copy(Op *op, CUdeviceptr dest, CUdeviceptr source, size_t nbytes)
         return;
     }
     op->engine->queued++;
-    note(op,
-         driver.MemcpyDtoDAsync(dest, source, nbytes, op->engine->stream->handle),
+    note(op, driver.MemcpyDtoDAsync(dest, source, nbytes, op->engine->stream->handle),
          "cuMemcpyDtoDAsync");
 }
 
@@ -108,8 +107,7 @@ op_set(Op *op, CUdeviceptr dest, const void *source, size_t nbytes)
     if (has_failed(op) || nbytes == 0) {
         return;
     }
-    note(op,
-         driver.MemcpyHtoDAsync(dest, source, nbytes, op->engine->stream->handle),
+    note(op, driver.MemcpyHtoDAsync(dest, source, nbytes, op->engine->stream->handle),
          "cuMemcpyHtoDAsync");
     op_wait(op);
 }
@@ -120,8 +118,7 @@ op_get(Op *op, void *dest, CUdeviceptr source, size_t nbytes)
     if (has_failed(op) || nbytes == 0) {
         return;
     }
-    note(op,
-         driver.MemcpyDtoHAsync(dest, source, nbytes, op->engine->stream->handle),
+    note(op, driver.MemcpyDtoHAsync(dest, source, nbytes, op->engine->stream->handle),
          "cuMemcpyDtoHAsync");
     op_wait(op);
 }

@@ -8,7 +8,7 @@
 #include "handler.h"
 
 enum {
-    SMALLEST = 512,      /* bytes; all classes up to SMALL_END are multiples of it */
+    SMALLEST = 512, /* bytes; all classes up to SMALL_END are multiples of it */
     SMALL_END = 4096,
     SMALL_CLASSES = SMALL_END / SMALLEST,
     STEPS = 8,           /* classes between one power of two and the next */
@@ -40,8 +40,7 @@ destroy(EngineObject *engine, Block *block, Scope *scope)
     CUresult status = CUDA_SUCCESS;
     if (driver_usable()) { /* not in a forked child */
         Py_BEGIN_ALLOW_THREADS
-        IN_CONTEXT(*scope, engine->context->handle, status,
-                   driver.MemFree(block->ptr));
+        IN_CONTEXT(*scope, engine->context->handle, status, driver.MemFree(block->ptr));
         Py_END_ALLOW_THREADS
     }
     live.device_memory--;

@@ -1,8 +1,8 @@
 /* Elements from the device to NumPy and back. Both wait for the compute stream. */
 #include "array.h"
 
-/* Queue the elements of `source` into contiguous memory: its own, or a temporary. 0 with
- * an error set if there is none. Before op_begin; pack_queue follows after it. */
+/* Queue the elements of `source` into contiguous memory: its own, or a temporary. 0
+ * with an error set if there is none. Before op_begin; pack_queue follows after it. */
 static CUdeviceptr
 pack_place(Op *op, const ArrayObject *array)
 {
@@ -167,8 +167,7 @@ PyObject *
 Array_copy(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     ArrayObject *self = (ArrayObject *)op;
-    ArrayObject *copy =
-        array_new(self->engine, self->ndim, self->shape, self->is_int);
+    ArrayObject *copy = array_new(self->engine, self->ndim, self->shape, self->is_int);
     if (copy != NULL) {
         PyObject *done = copy_elements(copy, self, "DeviceArray.copy");
         if (done == NULL) {
@@ -229,8 +228,9 @@ Array_assign(PyObject *op, PyObject *key, PyObject *value)
     else if (Py_IS_TYPE(value, Py_TYPE(op))) {
         ArrayObject *source = (ArrayObject *)value;
         if (source->engine != engine || source->is_int != part->is_int) {
-            PyErr_SetString(PyExc_ValueError, "DeviceArray: the value has another dtype "
-                                              "or is of another CudaHandler");
+            PyErr_SetString(PyExc_ValueError,
+                            "DeviceArray: the value has another dtype "
+                            "or is of another CudaHandler");
         }
         else if (map_check("DeviceArray", "the array", part, "the value", source) ==
                  0) {

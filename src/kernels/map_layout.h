@@ -1,5 +1,5 @@
-/* Shapes and strides of an elementwise operation, passed to its kernel by value. Read by
- * C (elementwise.c) and by the kernels. */
+/* Shapes and strides of an elementwise operation, passed to its kernel by value. Read
+ * by C (elementwise.c) and by the kernels. */
 #ifndef BRAINSTORM_DBUF_MAP_LAYOUT_H
 #define BRAINSTORM_DBUF_MAP_LAYOUT_H
 

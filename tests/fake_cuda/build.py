@@ -102,7 +102,8 @@ def build_library(
         *(f"-D{name}" for name in defines),
     ]
     headers = [*sorted(HERE.glob("*.h")), include / HEADERS[0]]
-    return _compile(command, sorted(HERE.glob("*.c")), headers, folder, "libfakecuda.so")
+    sources = sorted(HERE.glob("*.c"))
+    return _compile(command, sources, headers, folder, "libfakecuda.so")
 
 
 def _cxx() -> list[str]:

@@ -10,9 +10,9 @@
    Which warps, lanes and blocks come first alternates, or depends on the launch's seed,
    so that a missing barrier shows in one order if not in the other.
 
-   A cooperative launch keeps the fibers of all blocks alive and lets one block after the
-   other run up to its next meeting of the grid; static shared memory is moved in and
-   out, as all blocks have it at the same addresses. */
+   A cooperative launch keeps the fibers of all blocks alive and lets one block after
+   the other run up to its next meeting of the grid; static shared memory is moved in
+   and out, as all blocks have it at the same addresses. */
 
 #include "cuda_on_cpu.h"
 #include "kernels_on_cpu.h"
@@ -55,7 +55,8 @@ void worker();
 
 #if defined(__x86_64__) && !defined(CUDA_ON_CPU_UCONTEXT)
 
-/* Keep what a call keeps on this stack, and go on with another one. */
+/* Keep on this stack what a call must keep, and go on with another one. It jumps back,
+   as the processor would foresee a return to the caller on the old stack. */
 extern "C" void cuda_on_cpu_switch(void **save, void *next);
 asm(R"(
     .text
@@ -155,13 +156,13 @@ enum State : uint8_t { FRESH, READY, ENDED, WAITS };
 
 struct Block {
     uint3 index;
-    unsigned phase;                    /* how often all of it met */
-    std::vector<uint8_t> states;       /* by thread */
-    std::vector<Fiber *> fibers;       /* of threads that wait or are ready */
-    std::vector<uint64_t> brought;     /* to the next meeting of the warp */
-    std::vector<uint64_t> exchanged;   /* what was brought to the last one, and ones */
-    std::unique_ptr<char[]> dynamic;   /* and a red zone behind it */
-    std::unique_ptr<char[]> statics;   /* kept here while another block runs */
+    unsigned phase;                  /* how often all of it met */
+    std::vector<uint8_t> states;     /* by thread */
+    std::vector<Fiber *> fibers;     /* of threads that wait or are ready */
+    std::vector<uint64_t> brought;   /* to the next meeting of the warp */
+    std::vector<uint64_t> exchanged; /* what was brought to the last one, and ones */
+    std::unique_ptr<char[]> dynamic; /* and a red zone behind it */
+    std::unique_ptr<char[]> statics; /* kept here while another block runs */
 };
 
 struct {
@@ -169,9 +170,9 @@ struct {
     std::vector<uint3> indices; /* by thread of a block */
     unsigned threads;           /* of a block */
     Block *block;
-    unsigned first, lanes;      /* the warp that runs: its first thread, its size */
-    unsigned fresh;             /* how many of the warp have not been started */
-    bool descending;            /* the order of this warp's lanes */
+    unsigned first, lanes; /* the warp that runs: its first thread, its size */
+    unsigned fresh;        /* how many of the warp have not been started */
+    bool descending;       /* the order of this warp's lanes */
     unsigned thread;
     Fiber *fiber;
     void *scheduler; /* its stack pointer while a fiber runs */
@@ -389,7 +390,7 @@ block_make(Block *block)
     block->fibers.resize(now.threads);
     block->brought.resize(now.threads);
     block->exchanged.assign(now.threads + WARP_LANES, UINT64_MAX);
-    block->dynamic.reset(new (std::align_val_t(16)) char[bytes + ZONE]);
+    block->dynamic.reset(new char[bytes + ZONE]);
     memset(&block->dynamic[bytes], ZONE_FILL, ZONE);
 }
 

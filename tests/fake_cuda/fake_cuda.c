@@ -156,7 +156,7 @@ fake_cuDriverGetVersion(int *version)
     X(CUDA_ERROR_INVALID_DEVICE, "invalid device ordinal")                       \
     X(CUDA_ERROR_INVALID_CONTEXT, "invalid device context")                      \
     X(CUDA_ERROR_NO_BINARY_FOR_GPU, "no kernel image is available")              \
-    X(CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE, "too many blocks in a cooperative launch") \
+    X(CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE, "too many blocks")                \
     X(CUDA_ERROR_INVALID_HANDLE, "invalid resource handle")                      \
     X(CUDA_ERROR_NOT_FOUND, "named symbol not found")                            \
     X(CUDA_ERROR_NOT_READY, "device not ready")                                  \

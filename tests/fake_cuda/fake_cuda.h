@@ -191,8 +191,8 @@ struct item {
     struct end dst, src;
     size_t width, height;
     unsigned char *staged; /* owned: the bytes of a pageable source, else NULL */
-    uint32_t value;        /* memset */
-    unsigned value_bytes;  /* memset: 1, 2 or 4 */
+    uint32_t value;               /* memset */
+    unsigned value_bytes;         /* memset: 1, 2 or 4 */
     bool (*work)(void *argument); /* work: false if its memory is not there */
     void *argument;               /* owned: the work's, from `allocate` */
     struct module *module;        /* borrowed: of a kernel; cleared if it goes */
@@ -223,7 +223,7 @@ struct event {
    was loaded. */
 struct module {
     CUmodule handle;
-    struct context *context; /* borrowed; owns this module */
+    struct context *context;           /* borrowed; owns this module */
     const struct cpu_kernels *library; /* borrowed, for ever */
 };
 
@@ -285,7 +285,7 @@ struct fake {
 
     struct handles context_handles, stream_handles, event_handles;
     struct handles module_handles, function_handles, blas_handles;
-    char *kernels; /* owned: path of the library of kernels, NULL for the environment's */
+    char *kernels; /* owned: the path of their library, NULL for the environment's */
     struct context *contexts;             /* owned list, destroyed ones too */
     struct context *primary[MAX_DEVICES]; /* borrowed, NULL while inactive */
 

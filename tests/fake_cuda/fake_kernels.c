@@ -1,13 +1,12 @@
 /* Modules, functions and launches.
 
-   A module's image is not looked at. Its kernels are those of a library compiled for the
-   CPU (kernel_table.cc), the one that fake_set_kernels or else the environment variable
-   FAKE_CUDA_KERNELS names when the module is loaded. A launch copies its parameters and
-   takes its place in the stream; when its turn comes, its pointers must be NULL or point
-   into live memory, else it does not run and a fault is counted. So does a launch whose
-   module was unloaded meanwhile: no rule promises that unloading waits.
-
-   Loading and unloading count as calls that make the host wait.
+   A module's image is not looked at. Its kernels are those of a library compiled for
+   the CPU (kernel_table.cc), the one that fake_set_kernels or else the environment
+   variable FAKE_CUDA_KERNELS names when the module is loaded. A launch copies its
+   parameters and takes its place in the stream; when its turn comes, its pointers must
+   be NULL or point into live memory, else it does not run and a fault is counted. The
+   same goes for a launch whose module was unloaded meanwhile: no rule promises that
+   unloading waits. Loading and unloading count as calls that make the host wait.
 
    All but the entry points is called with fake.lock held. */
 

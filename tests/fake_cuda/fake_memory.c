@@ -6,8 +6,8 @@
    back to the C library once QUARANTINE_BYTES are kept. Registered memory belongs to
    the caller and is only written down.
 
-   Red zones tell of writes, and later. Where the address sanitizer is in the process its
-   checks of the kernels find reads, too, at once: it is told of the zones. For that,
+   Red zones tell of writes, and later. Where the address sanitizer is in the process
+   its checks of the kernels find reads, too, at once: it is told of the zones. For that:
    FAKE_CUDA_SANITIZE=address ASAN_OPTIONS=detect_leaks=0
    LD_PRELOAD=$(g++ -print-file-name=libasan.so) python -m pytest ...
 

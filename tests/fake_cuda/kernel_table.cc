@@ -7,7 +7,7 @@
 
 #include "kernels_on_cpu.h"
 
-#include <tuple>
+#include <iterator>
 #include <utility>
 
 extern "C" void cuda_on_cpu_run(const cpu_launch *launch);
@@ -89,7 +89,6 @@ const cpu_kernel kernels[] = {
 extern "C" __attribute__((visibility("default"))) const struct cpu_kernels *
 cpu_kernels()
 {
-    static const struct cpu_kernels all = {sizeof(kernels) / sizeof(kernels[0]), kernels,
-                                           cuda_on_cpu_run};
+    static const struct cpu_kernels all = {std::size(kernels), kernels, cuda_on_cpu_run};
     return &all;
 }
