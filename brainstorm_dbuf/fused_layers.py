@@ -82,7 +82,9 @@ def fuse(layer: Any, handler: Any) -> None:
     has_fused = isinstance(handler, _cuda.HandlerCore) and handler.fused
     for name, function in passes.items():
         own = vars(layer).get(name)
-        if own is not None and getattr(own, "__func__", None) is not function:
+        # A pickle has brought a layer its class's own in place of the fused one.
+        ours = (function, getattr(cls, name))
+        if own is not None and getattr(own, "__func__", None) not in ours:
             continue
         if has_fused:
             setattr(layer, name, MethodType(function, layer))

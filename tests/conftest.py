@@ -159,13 +159,15 @@ def kind(request, driver):
 
 
 @pytest.fixture
-def cuda(driver):
+def cuda(request, driver):
     """A seeded CudaHandler."""
     from parity import make_handler
 
     if why_no_cuda_handler() is not None:
         pytest.skip(why_no_cuda_handler())
     yield make_handler("cuda", driver)
+    # pytest would keep it for longer than `nothing_left` waits.
+    request.node.funcargs.pop("cuda", None)
 
 
 @pytest.fixture(params=["automatic", "worker"])

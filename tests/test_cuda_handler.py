@@ -57,6 +57,7 @@ def test_its_signature(cuda):
         "seed": None,
         "device": 0,
         "tf32": False,
+        "fused": True,
     }
 
 
@@ -150,6 +151,7 @@ def test_the_operations_of_double_buffering(cuda):
         else:
             np.testing.assert_array_equal(hub.get()[:, 1:5], batch)
             assert not hub.get()[:, [0, 5]].any()
+        cuda.stream.synchronize()  # what was in flight on it is let go
 
 
 def test_synchronize_waits_for_what_is_queued(cuda, driver):
@@ -396,12 +398,23 @@ def test_without_a_driver_there_is_one_clear_error(cuda, tmp_path):
 
 
 @pytest.mark.skipif(KIND != "fake", reason="hides the devices")
-def test_without_a_device_there_is_one_clear_error(cuda, fake):
-    del cuda
-    gc.collect()
-    fake.set_device_count(0)
-    with pytest.raises(dbuf.DriverError):
-        dbuf.CudaHandler()
+def test_without_a_device_there_is_one_clear_error(cuda):
+    done = run_program(
+        """
+        import os, sys
+        sys.modules["pycuda"] = None
+        from fake_cuda.control import FakeCuda
+        FakeCuda(os.environ["BRAINSTORM_DBUF_LIBCUDA"]).set_device_count(0)
+        import brainstorm_dbuf as dbuf
+        import brainstorm
+        try:
+            dbuf.CudaHandler()
+        except dbuf.DriverError as error:
+            print(error)
+        """
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert "cuInit" in done.stdout
 
 
 def test_without_cublas_all_but_products_works_and_they_say_what_is_missing(

@@ -435,7 +435,7 @@ def test_wrong_arrays_are_refused_by_name(kind, cuda):
         refused(ValueError, rf"{name} has {len(few)} arrays", **{name: few})
         wrong = [cuda.allocate((1, 2)), *right[name][1:]]
         refused(ValueError, rf"{name}\.\w+ has shape \(1, 2\)", **{name: wrong})
-        refused(TypeError, "", **{name: 3})
+        refused(TypeError, "not iterable", **{name: 3})
     refused(ValueError, "unknown activation 'cosine'", activation="cosine")
     refused(TypeError, "activation must be a str", activation=3)
 

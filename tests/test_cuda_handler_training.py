@@ -32,10 +32,12 @@ class Float64(NumpyHandler):
         mask[:] = self.masks.pop(0)
 
 
-@pytest.fixture(params=[True, False], ids=["fused", "by operations"])
-def fused(request):
-    """Whether recurrent layers have passes of their own."""
-    return request.param
+# Recurrent layers have passes of their own, unless the handler is told not to.
+fused_and_not = pytest.mark.parametrize(
+    "name, fused",
+    [(name, True) for name in LAYERS]
+    + [(n, False) for n in LAYERS if any(kind in n for kind in RECURRENT)],
+)
 
 
 def passes(net, handler, parameters, data, training=True, context=None):
@@ -84,14 +86,8 @@ def both_ways(name, cuda, steps=5, samples=3, seed=0):
     return mine, passes(layer.make(seed), oracle, parameters, data)
 
 
-def may_skip_fused(name, fused):
-    if not fused and not any(kind in name for kind in RECURRENT):
-        pytest.skip("the layer has no passes of its own")
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_the_gradients_of_each_layer_are_those_of_float64(name, cuda, fused):
-    may_skip_fused(name, fused)
+@fused_and_not
+def test_the_gradients_of_each_layer_are_those_of_float64(name, fused, cuda):
     cuda.fused = fused
     for seed, (steps, samples) in enumerate([(5, 3), (1, 4), (3, 1), (1, 1), (2, 33)]):
         mine, expected = both_ways(name, cuda, steps, samples, seed)
@@ -140,9 +136,8 @@ def test_the_gradients_are_the_slopes_of_the_loss(name, cuda):
         assert abs(gradients @ direction - slope) <= 1e-4 * np.linalg.norm(gradients)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_outside_of_training_each_layer_computes_the_same(name, cuda, fused):
-    may_skip_fused(name, fused)
+@fused_and_not
+def test_outside_of_training_each_layer_computes_the_same(name, fused, cuda):
     cuda.fused = fused
     layer = LAYERS[name]
     data = layer.data(np.random.default_rng(3))
@@ -152,8 +147,9 @@ def test_outside_of_training_each_layer_computes_the_same(name, cuda, fused):
     assert_near(mine, expected, 1e-4)
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("name", [n for n in LAYERS if n.startswith(RECURRENT)])
-def test_a_sequence_goes_on_from_its_context(name, cuda, fused):
+def test_a_sequence_goes_on_from_its_context(name, fused, cuda):
     cuda.fused = fused
     layer = LAYERS[name]
     data = layer.data(np.random.default_rng(4), steps=6)

@@ -128,14 +128,6 @@ def test_what_no_view_can_be_made_of_is_refused(cuda):
             array[key]
 
 
-def test_iterating_gives_the_rows(cuda):
-    host, device = pair(cuda, (3, 2))
-    rows = list(device)
-    assert len(rows) == 3
-    for mine, numpys in zip(rows, host):
-        assert_same_bits(mine.get(), numpys)
-
-
 def reshaped_by_numpy(array, shape):
     """Return a view of another shape, None if NumPy would have to copy."""
     new = array.reshape(shape)

@@ -17,7 +17,7 @@
 #include "images.h"
 
 enum {
-    WORKSPACE_BYTES = 1 << 30,
+    WORKSPACE_BYTES = 1 << 28,
     MOST_ROWS = 1 << 26, /* in a chunk, for cuBLAS's and the kernels' 32 bits */
     LEAST_SLICE = 128,   /* rows worth a product of their own */
     TILE = 64,           /* about what a block works on in a product */
@@ -121,6 +121,7 @@ read_convolution(Convolution *c, EngineObject *engine, PyObject *inputs,
         .stride_w = stride[1],
         .padding = padding,
     };
+    finish_windows(&l->window, 1);
     l->out_pixels = l->window.out_h * l->window.out_w;
     l->run = l->window.window_w * l->window.channels;
     l->patch = (uint32_t)c->patch;

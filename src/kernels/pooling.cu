@@ -165,30 +165,44 @@ maxpool_backward(WindowLayout l, const float *argmax, const float *out_deltas,
                     fault, fault_number);
 }
 
+enum { STRAYS_AHEAD = 16 };
+
 /* If *strays is `mark`, add the deltas whose argmax lies outside its window, a thread
- * those of one channel of an image; there are `items` of these. */
+ * those of one channel of an image; there are `items` of these. Looked at some at a
+ * time, as it is mostly waiting for memory. */
 KERNEL
 maxpool_strays(WindowLayout l, const float *argmax, const float *out_deltas,
                float *in_deltas, size_t items, const uint32_t *strays, uint32_t mark)
 {
     uint32_t image_size = l.in_h * l.in_w * l.channels;
-    size_t out_size = (size_t)l.out_h * l.out_w * l.channels;
+    uint32_t out_pixels = l.out_h * l.out_w;
     if (*strays != mark) {
         return;
     }
     GRID_STRIDE(i, items) {
         size_t image = i / l.channels;
         uint32_t channel = (uint32_t)(i - image * l.channels);
-        size_t at = image * out_size + channel;
+        size_t at = image * out_pixels * l.channels + channel;
         float *deltas = in_deltas + image * image_size + channel;
-        for (uint32_t y = 0; y < l.out_h; y++) {
-            for (uint32_t x = 0; x < l.out_w; x++, at += l.channels) {
-                uint32_t index = index_of(argmax[at]);
+        for (uint32_t first = 0; first < out_pixels; first += STRAYS_AHEAD) {
+            float positions[STRAYS_AHEAD];
+#pragma unroll
+            for (uint32_t j = 0; j < STRAYS_AHEAD; j++) {
+                positions[j] = first + j < out_pixels
+                                   ? argmax[at + (size_t)j * l.channels]
+                                   : -1.0f;
+            }
+#pragma unroll
+            for (uint32_t j = 0; j < STRAYS_AHEAD; j++) {
+                uint32_t index = index_of(positions[j]);
+                uint32_t y = quotient(first + j, l.by_out_w);
+                uint32_t x = first + j - y * l.out_w;
                 if (index < image_size && !is_in_window(l, index, y, x)) {
-                    deltas[quotient(index, l.by_channels) * l.channels] +=
-                        out_deltas[at];
+                    deltas[(size_t)quotient(index, l.by_channels) * l.channels] +=
+                        out_deltas[at + (size_t)j * l.channels];
                 }
             }
+            at += (size_t)STRAYS_AHEAD * l.channels;
         }
     }
 }

@@ -5,10 +5,13 @@
 
    - a kernel is written `KERNEL name(parameters)`. Parameters are copied at the launch,
      so they are trivially copyable; a pointer parameter is NULL or points into live
-     device or page-locked memory (one past the end will do);
+     device or page-locked memory (one past the end will do). Pointers within structs
+     are not looked at;
    - dynamic shared memory is `DYNAMIC_SHARED(type, name);`, on the GPU `extern
      __shared__ type name[]`;
-   - a kernel of a cooperative launch lets all blocks meet with `GRID_SYNC();`;
+   - a kernel of a cooperative launch lets all blocks meet with `GRID_SYNC();`. Both
+     kinds of shared memory stay each block's own there;
+   - a thread has 64 KiB of stack;
    - threads of a block meet at the same barriers, all of them; lanes of a warp at the
      same shuffles and votes, all that there are, with a mask that has them all. Whole
      warps may end early where the others only meet in their warps. What does not keep
@@ -55,30 +58,30 @@
 
 /* --- vectors --- */
 
-#define ON_CPU_VECTORS(X)     \
-    X(int, int, 8, 4, 16)     \
+#define ON_CPU_VECTORS(X) \
+    X(int, int, 8, 4, 16) \
     X(unsigned, uint, 8, 4, 16) \
     X(float, float, 8, 4, 16) \
     X(double, double, 16, 8, 16)
 
-#define X(type, name, two, three, four)                                              \
-    struct alignas(two) name##2 {                                                    \
-        type x, y;                                                                   \
-    };                                                                               \
-    struct alignas(three) name##3 {                                                  \
-        type x, y, z;                                                                \
-    };                                                                               \
-    struct alignas(four) name##4 {                                                   \
-        type x, y, z, w;                                                             \
-    };                                                                               \
-    static inline name##2 make_##name##2(type x, type y) {                           \
-        return {x, y};                                                               \
-    }                                                                                \
-    static inline name##3 make_##name##3(type x, type y, type z) {                   \
-        return {x, y, z};                                                            \
-    }                                                                                \
-    static inline name##4 make_##name##4(type x, type y, type z, type w) {           \
-        return {x, y, z, w};                                                         \
+#define X(type, name, two, three, four) \
+    struct alignas(two) name##2 { \
+        type x, y; \
+    }; \
+    struct alignas(three) name##3 { \
+        type x, y, z; \
+    }; \
+    struct alignas(four) name##4 { \
+        type x, y, z, w; \
+    }; \
+    static inline name##2 make_##name##2(type x, type y) { \
+        return {x, y}; \
+    } \
+    static inline name##3 make_##name##3(type x, type y, type z) { \
+        return {x, y, z}; \
+    } \
+    static inline name##4 make_##name##4(type x, type y, type z, type w) { \
+        return {x, y, z, w}; \
     }
 ON_CPU_VECTORS(X)
 #undef X
@@ -222,22 +225,22 @@ __ldg(const T *address)
 /* Atomic as no thread stops within one; each returns the old value. The value's type
    takes no part in the choice of T, as in CUDA's overloads. */
 
-#define ON_CPU_ATOMICS(X)        \
-    X(atomicAdd, old + value)    \
-    X(atomicSub, old - value)    \
-    X(atomicExch, value)         \
+#define ON_CPU_ATOMICS(X) \
+    X(atomicAdd, old + value) \
+    X(atomicSub, old - value) \
+    X(atomicExch, value) \
     X(atomicMin, value < old ? value : old) \
     X(atomicMax, value > old ? value : old) \
-    X(atomicAnd, old & value)    \
-    X(atomicOr, old | value)     \
+    X(atomicAnd, old & value) \
+    X(atomicOr, old | value) \
     X(atomicXor, old ^ value)
 
-#define X(name, result)                                                 \
+#define X(name, result) \
     template <typename T> T name(T *address, std::common_type_t<T> value) \
-    {                                                                   \
-        T old = *address;                                               \
-        *address = (result);                                            \
-        return old;                                                     \
+    { \
+        T old = *address; \
+        *address = (result); \
+        return old; \
     }
 ON_CPU_ATOMICS(X)
 #undef X
@@ -256,21 +259,21 @@ atomicCAS(T *address, std::common_type_t<T> expected, std::common_type_t<T> valu
 /* --- arithmetic --- */
 
 #define ON_CPU_ORDERED(X) \
-    X(int)                \
-    X(unsigned)           \
-    X(long)               \
-    X(unsigned long)      \
-    X(long long)          \
+    X(int) \
+    X(unsigned) \
+    X(long) \
+    X(unsigned long) \
+    X(long long) \
     X(unsigned long long)
 
-#define X(type)                           \
+#define X(type) \
     static inline type min(type a, type b) \
-    {                                     \
-        return b < a ? b : a;             \
-    }                                     \
+    { \
+        return b < a ? b : a; \
+    } \
     static inline type max(type a, type b) \
-    {                                     \
-        return a < b ? b : a;             \
+    { \
+        return a < b ? b : a; \
     }
 ON_CPU_ORDERED(X)
 #undef X

@@ -7,7 +7,7 @@
    the caller and is only written down.
 
    Red zones tell of writes, and later. Where the address sanitizer is in the process
-   its checks of the kernels find reads, too, at once: it is told of the zones. For that:
+   its checks of the kernels find reads, too, and at once: it is told of the zones. So:
    FAKE_CUDA_SANITIZE=address ASAN_OPTIONS=detect_leaks=0
    LD_PRELOAD=$(g++ -print-file-name=libasan.so) python -m pytest ...
 

@@ -89,6 +89,10 @@ const cpu_kernel kernels[] = {
 extern "C" __attribute__((visibility("default"))) const struct cpu_kernels *
 cpu_kernels()
 {
-    static const struct cpu_kernels all = {std::size(kernels), kernels, cuda_on_cpu_run};
+    static const struct cpu_kernels all = {
+        std::size(kernels),
+        kernels,
+        cuda_on_cpu_run,
+    };
     return &all;
 }
