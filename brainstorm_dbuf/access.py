@@ -146,6 +146,16 @@ def _rows(front: Any, itemsize: int) -> tuple[int, int]:
     return length, pitch
 
 
+def is_contiguous(array: Any) -> bool:
+    """Say whether the elements of a device array lie side by side, in C order."""
+    distance = array.dtype.itemsize
+    for size, stride in zip(reversed(array.shape), reversed(array.strides)):
+        if size != 1 and stride != distance:
+            return 0 in array.shape
+        distance *= size
+    return True
+
+
 def host_access(handler: Any) -> HostAccess:
     return HostAccess(handler.dtype)
 
@@ -200,10 +210,7 @@ def _register_brainstorm_handlers() -> None:
     from brainstorm.handlers import NumpyHandler
     from brainstorm.optional import has_pycuda
 
-    from .cuda_handler import CudaHandler
-
     access_for.register(NumpyHandler, host_access)
-    access_for.register(CudaHandler, cuda_access)
     if has_pycuda:
         from brainstorm.handlers import PyCudaHandler
 

@@ -7,14 +7,16 @@ waits for the device but what brings values to the host.
 
 from __future__ import annotations
 
-import os
+import operator
 from typing import Any
 
 import numpy as np
 
 from brainstorm.handlers.base_handler import Handler
+from brainstorm.randomness import global_rnd
 
 from . import _cuda, handler_ops
+from .access import access_for, cuda_access
 
 
 class CudaHandler(_cuda.HandlerCore, Handler):
@@ -24,7 +26,8 @@ class CudaHandler(_cuda.HandlerCore, Handler):
 
     Args:
         seed: of the random numbers (dropout, Gaussian noise), from 0 to 2**64 - 1. Two
-            runs with one seed are equal to the bit. None draws one from the system.
+            runs with one seed are equal to the bit. None draws one from brainstorm's
+            generator, as NumpyHandler does.
         device: ordinal of the device.
         tf32: let matrix products round their factors to TF32 (10 bits of mantissa), on
             devices that have it: faster, less exact. Default is full float32.
@@ -54,7 +57,7 @@ class CudaHandler(_cuda.HandlerCore, Handler):
         fused: bool = True,
     ) -> None:
         if seed is None:
-            seed = int.from_bytes(os.urandom(8), "little")
+            seed = global_rnd.generate_seed()
         _cuda.HandlerCore.__init__(self, _seed(seed), device, tf32)
         Handler.__init__(self)
         self.fused = fused
@@ -84,8 +87,11 @@ class CudaHandler(_cuda.HandlerCore, Handler):
         )
 
 
+access_for.register(CudaHandler, cuda_access)
+
+
 def _seed(seed: Any) -> int:
-    value = int(seed)
+    value = operator.index(seed)
     if not 0 <= value < 1 << 64:
         raise ValueError(f"seed: expected 0 to 2**64 - 1, got {seed!r}")
     return value

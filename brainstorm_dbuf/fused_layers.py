@@ -1,11 +1,11 @@
 """Passes of brainstorm's recurrent layers as single calls, where the handler has them.
 
-A recurrent layer makes some forty small operations a time step, and issuing them takes
-longer than computing them. So when a network gets a CudaHandler, its layers of the types
-in `PASSES` get passes that are one call into C each (src/handler/recurrent.c, lstm.c).
-They work on the same parameters, buffers and saved files and leave the same values in
-all of them, but for rounding. Nothing is changed for layers of other types, derived
-ones included, or with ``CudaHandler(fused=False)``.
+A recurrent layer makes some forty small operations a time step, and to issue them takes
+longer than to compute them. So when a network gets a CudaHandler, its layers of the
+types in `PASSES` get passes that are one call into C each (src/handler/recurrent.c,
+lstm.c). They work on the same parameters, buffers and saved files and leave the same
+values in all of them, but for rounding. Nothing is changed for layers of other types,
+derived ones included, or with ``CudaHandler(fused=False)``.
 """
 
 from __future__ import annotations
@@ -79,7 +79,9 @@ def fuse(layer: Any, handler: Any) -> None:
     passes = PASSES.get((cls.__module__, cls.__name__))
     if passes is None:
         return
-    has_fused = isinstance(handler, _cuda.HandlerCore) and handler.fused
+    has_fused = isinstance(handler, _cuda.HandlerCore) and getattr(
+        handler, "fused", True
+    )
     for name, function in passes.items():
         own = vars(layer).get(name)
         # A pickle has brought a layer its class's own in place of the fused one.

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import minibatch
-from .access import CudaAccess, HostAccess
+from .access import CudaAccess, HostAccess, is_contiguous
 from .back_buffers import DeviceSlot, HostSlot
 from .minibatch import Kind
 from .stats import FeedStats
@@ -143,7 +143,7 @@ class DoubleBufferedInput:
 
     def _check_device_array(self, name: str, array: Any) -> None:
         """brainstorm copies the bytes of a device array without a look at it."""
-        if array.dtype != self._access.dtype or not array.flags.c_contiguous:
+        if array.dtype != self._access.dtype or not is_contiguous(array):
             raise ValueError(
                 f"input {name!r}: expected a C-contiguous device array of "
                 f"{self._access.dtype}, got one of {array.dtype} with shape "

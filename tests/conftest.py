@@ -60,6 +60,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=NEEDS_REAL))
 
 
+HAS_FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    item.stash[HAS_FAILED] = item.stash.get(HAS_FAILED, False) or report.failed
+    return report
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _quick_collections():
     """The tests collect garbage often: leave out all that the imports have made."""
@@ -159,12 +169,17 @@ def kind(request, driver):
 
 
 @pytest.fixture
-def cuda(request, driver):
+def kernels(driver):
+    """CudaHandlers can be made; none is there yet."""
+    if why_no_cuda_handler() is not None:
+        pytest.skip(why_no_cuda_handler())
+
+
+@pytest.fixture
+def cuda(request, driver, kernels):
     """A seeded CudaHandler."""
     from parity import make_handler
 
-    if why_no_cuda_handler() is not None:
-        pytest.skip(why_no_cuda_handler())
     yield make_handler("cuda", driver)
     # pytest would keep it for longer than `nothing_left` waits.
     request.node.funcargs.pop("cuda", None)
@@ -193,10 +208,12 @@ def live_objects():
 
 
 @pytest.fixture
-def nothing_left(driver):
+def nothing_left(request, driver):
     """After the test there is no thread, driver object or memory that it has made."""
     before = live_objects()
     yield
+    if request.node.stash.get(HAS_FAILED, False):
+        return  # its traceback holds what it had
     gc.collect()
     assert [t for t in threading.enumerate() if t.name == WORKER_NAME] == []
     if KIND == "real":

@@ -319,6 +319,8 @@ def test_a_minibatch_without_time_and_samples_is_named(bad, kind, driver, way):
 def test_a_wrong_array_on_the_device_is_not_copied(fault, kind, driver, way):
     if kind == "numpy":
         pytest.skip("no device")
+    if kind == "cuda" and fault == "float64":
+        pytest.skip("it has no such arrays")
 
     def on_device(k, features=3, dtype=np.float32):
         data = batch(k, features=features)
@@ -342,7 +344,10 @@ def test_a_wrong_array_on_the_device_is_not_copied(fault, kind, driver, way):
         batches.append(on_device(2, dtype=np.float64))
     elif fault == "transposed":
         data = on_device(2)
-        data["default"] = data["default"].transpose((2, 1, 0))
+        if kind == "cuda":  # every other column, that is
+            data["default"] = job.net.handler.zeros((3, 2, 2))[:, :, ::2]
+        else:
+            data["default"] = data["default"].transpose((2, 1, 0))
         batches.append(data)
     else:
         batches.append(on_device(2, features=2 if fault == "smaller" else 4))

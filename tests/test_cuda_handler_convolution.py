@@ -501,7 +501,10 @@ def test_an_array_of_another_shape_is_refused(operation, cuda):
             shape[axis] += 1
             others = [cuda.zeros(tuple(shape))]
             if axis == 0:
-                others += [array.reshape((array.size,)), array.reshape((1, *array.shape))]
+                others += [
+                    array.reshape((array.size,)),
+                    array.reshape((1, *array.shape)),
+                ]
             for other in others:
                 if other.shape == array.shape:
                     continue

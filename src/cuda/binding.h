@@ -593,7 +593,9 @@ typedef struct {
     int size_is_known;          /* 0: an address; device_end_measure asks the driver */
     PyObject *hold;             /* owned: what keeps the memory alive */
     DeviceMemoryObject *memory; /* entered and borrowed from hold, or NULL: foreign */
-    ContextObject *context;     /* borrowed from memory, or NULL: not known */
+    ContextObject *context;     /* borrowed from hold, or NULL: not known */
+    StreamObject *stream;       /* borrowed from hold, or NULL: a DeviceArray's, which
+                                   copies that are given no stream go on */
 } DeviceEnd;
 
 typedef struct {

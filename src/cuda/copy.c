@@ -2,7 +2,9 @@
  * and only then calls the driver, once.
  *
  * With one end on the host, the host's end says how many bytes move, and the device's
- * end must have them. An asynchronous copy goes through the stream's ledger. */
+ * end must have them. An asynchronous copy goes through the stream's ledger. A copy
+ * that is given no stream goes on the NULL stream, but to or from a DeviceArray on that
+ * one's own, where it finds what was computed and is found by what comes. */
 #include "binding.h"
 
 /* The ledger of a resolved stream. Borrowed; NULL with MemoryError set. */
@@ -11,6 +13,18 @@ ledger_of(const StreamRef *stream, ContextObject *context)
 {
     return stream->object != NULL ? &stream->object->ledger
                                   : context_ledger(context, stream->handle);
+}
+
+/* The `stream` argument: where none is given, a DeviceArray's own. */
+static int
+resolve_stream(ModuleState *state, PyObject *given, const DeviceEnd *first,
+               const DeviceEnd *second, StreamRef *stream)
+{
+    const DeviceEnd *end = first->stream != NULL ? first : second;
+    if ((given == NULL || given == Py_None) && end->stream != NULL) {
+        given = (PyObject *)end->stream;
+    }
+    return stream_resolve(state, given, stream);
 }
 
 typedef struct {
@@ -60,6 +74,16 @@ is_brief(const Ledger *ledger, size_t nbytes)
     return nbytes < LEDGER_SMALL && ledger->tail - ledger->head < LEDGER_DEEP;
 }
 
+/* A synchronous copy on a stream. Needs no GIL. */
+static CUresult
+copy_and_wait(int to_device, CUdeviceptr device, const HostEnd *host, CUstream stream)
+{
+    CUresult status =
+        to_device ? driver.MemcpyHtoDAsync(device, host->ptr, host->nbytes, stream)
+                  : driver.MemcpyDtoHAsync(host->ptr, device, host->nbytes, stream);
+    return status == CUDA_SUCCESS ? driver.StreamSynchronize(stream) : status;
+}
+
 /* The driver call, in the context. Needs no GIL. */
 static inline CUresult
 issue_host_copy(const HostCopy *copy, Scope *scope, ContextObject *context,
@@ -70,6 +94,10 @@ issue_host_copy(const HostCopy *copy, Scope *scope, ContextObject *context,
         IN_CONTEXT(
             *scope, context->handle, status,
             driver.MemcpyHtoDAsync(device->ptr, host->ptr, host->nbytes, stream));
+    }
+    else if (device->stream != NULL) {
+        IN_CONTEXT(*scope, context->handle, status,
+                   copy_and_wait(copy->to_device, device->ptr, host, stream));
     }
     else if (copy->to_device) {
         IN_CONTEXT(*scope, context->handle, status,
@@ -109,7 +137,7 @@ copy_host(PyObject *module, const HostCopy *copy, PyObject *const *args,
                            copy->to_device, &device) < 0 ||
         host_end_resolve(state, host_role, given[copy->to_device ? 1 : 0],
                          !copy->to_device, &host) < 0 ||
-        stream_resolve(state, given[2], &stream) < 0) {
+        resolve_stream(state, given[2], &device, &device, &stream) < 0) {
         goto done;
     }
     if (host.nbytes == 0) {
@@ -204,7 +232,7 @@ pair_resolve(ModuleState *state, PyObject *dest, PyObject *src, PyObject *stream
 {
     if (device_end_resolve(state, "dest", dest, 1, &pair->dest) < 0 ||
         device_end_resolve(state, "src", src, 0, &pair->src) < 0 ||
-        stream_resolve(state, stream, &pair->stream) < 0) {
+        resolve_stream(state, stream, &pair->dest, &pair->src, &pair->stream) < 0) {
         return -1;
     }
     return 0;
@@ -283,7 +311,8 @@ copy_device(PyObject *module, const Signature *signature, int asynchronous,
         if (pair_check(state, &pair, size, size) < 0) {
             goto done;
         }
-        if (asynchronous) {
+        /* Neither waits, so on a stream of a DeviceArray both are the same. */
+        if (asynchronous || pair.stream.object != NULL) {
             LEDGERED(state, &pair, size, "cuMemcpyDtoDAsync", status,
                      driver.MemcpyDtoDAsync(pair.dest.ptr, pair.src.ptr, size,
                                             pair.stream.handle));

@@ -2,6 +2,8 @@
  * safe to give to the driver. Everything is checked here, before any driver call. */
 #include "binding.h"
 
+#include "../handler/handler.h"
+
 /* A native byte order can be told from the descriptor, but for the fields of a struct.
  */
 static int
@@ -73,8 +75,8 @@ host_end_of_array(ModuleState *state, const char *role, PyArrayObject *array,
     }
     end->ptr = PyArray_DATA(array);
     end->nbytes = (size_t)PyArray_NBYTES(array);
-    PyObject *owner = pagelocked_owner(state, array, end->ptr,
-                                       (const char *)end->ptr + end->nbytes);
+    PyObject *owner =
+        pagelocked_owner(state, array, end->ptr, (const char *)end->ptr + end->nbytes);
     end->is_locked = owner != NULL;
     /* Our own memory is held directly: arrays are unknown to the garbage collector, and
      * a copy in flight may make a cycle (context, ledger, memory, context). */
@@ -293,6 +295,22 @@ device_end_of_address(const char *role, PyObject *object, DeviceEnd *end)
     return 0;
 }
 
+/* From a DeviceArray. Return 0, or -1 with an error set. */
+static int
+device_end_of_array(const char *role, const ArrayObject *array, DeviceEnd *end)
+{
+    if (!array_is_contiguous(array)) {
+        PyErr_Format(PyExc_ValueError, "%s is not C-contiguous: %R", role, array);
+        return -1;
+    }
+    end->ptr = array->ptr;
+    end->nbytes = (size_t)array->size * 4;
+    end->size_is_known = 1;
+    end->context = array->engine->context;
+    end->stream = array->engine->stream;
+    return 0;
+}
+
 int
 device_end_resolve(ModuleState *state, const char *role, PyObject *object, int writable,
                    DeviceEnd *end)
@@ -312,6 +330,9 @@ device_end_resolve(ModuleState *state, const char *role, PyObject *object, int w
         return 0;
     }
     end->hold = Py_NewRef(object);
+    if (Py_IS_TYPE(object, state->DeviceArray_type)) {
+        return device_end_of_array(role, (ArrayObject *)object, end);
+    }
     if (!PyLong_CheckExact(object) && !PyArray_Check(object)) {
         PyObject *interface = PyObject_GetAttr(object, state->str_cuda_array_interface);
         if (interface != NULL) {

@@ -8,23 +8,24 @@ typedef struct {
     const char *call; /* the driver's */
 } Fill;
 
-/* The driver call itself; needs no GIL. */
+/* The driver call itself; needs no GIL. Without a stream (of an asynchronous call, or
+ * of a DeviceArray) on the NULL stream. */
 static CUresult
-fill_call(const Fill *fill, CUdeviceptr ptr, unsigned int value, size_t count,
-          CUstream stream)
+fill_call(const Fill *fill, int on_stream, CUdeviceptr ptr, unsigned int value,
+          size_t count, CUstream stream)
 {
     switch (fill->width) {
     case 1:
-        return fill->asynchronous
+        return on_stream
                    ? driver.MemsetD8Async(ptr, (unsigned char)value, count, stream)
                    : driver.MemsetD8(ptr, (unsigned char)value, count);
     case 2:
-        return fill->asynchronous
+        return on_stream
                    ? driver.MemsetD16Async(ptr, (unsigned short)value, count, stream)
                    : driver.MemsetD16(ptr, (unsigned short)value, count);
     default:
-        return fill->asynchronous ? driver.MemsetD32Async(ptr, value, count, stream)
-                                  : driver.MemsetD32(ptr, value, count);
+        return on_stream ? driver.MemsetD32Async(ptr, value, count, stream)
+                         : driver.MemsetD32(ptr, value, count);
     }
 }
 
@@ -63,7 +64,11 @@ fill_memory(PyObject *module, const Fill *fill, PyObject *const *args, Py_ssize_
         value_argument(given[1], fill->width, &value) < 0 ||
         size_argument("count", given[2], &count) < 0 ||
         device_end_resolve(state, "dest", given[0], 1, &dest) < 0 ||
-        stream_resolve(state, given[3], &stream) < 0) {
+        stream_resolve(state,
+                       dest.stream != NULL && (given[3] == NULL || given[3] == Py_None)
+                           ? (PyObject *)dest.stream
+                           : given[3],
+                       &stream) < 0) {
         goto done;
     }
     if (__builtin_mul_overflow(count, fill->width, &nbytes)) {
@@ -84,7 +89,8 @@ fill_memory(PyObject *module, const Fill *fill, PyObject *const *args, Py_ssize_
         check_fits("dest", dest.nbytes, nbytes) < 0) {
         goto done;
     }
-    if (fill->asynchronous) {
+    int on_stream = fill->asynchronous || stream.object != NULL;
+    if (on_stream) {
         ledger = stream.object != NULL ? &stream.object->ledger
                                        : context_ledger(context, stream.handle);
         if (ledger == NULL ||
@@ -96,7 +102,7 @@ fill_memory(PyObject *module, const Fill *fill, PyObject *const *args, Py_ssize_
     Scope scope;
     Py_BEGIN_ALLOW_THREADS
     IN_CONTEXT(scope, context->handle, status,
-               fill_call(fill, dest.ptr, value, count, stream.handle));
+               fill_call(fill, on_stream, dest.ptr, value, count, stream.handle));
     Py_END_ALLOW_THREADS
     if (status != CUDA_SUCCESS) {
         if (ledger != NULL) {

@@ -104,6 +104,11 @@ module_exec(PyObject *module)
         add_type(module, &DeviceArray_spec, &state->DeviceArray_type) < 0) {
         return -1;
     }
+    /* Else NumPy's numbers would take an array to the host as their operand. */
+    if (PyObject_SetAttrString((PyObject *)state->DeviceArray_type, "__array_ufunc__",
+                               Py_None) < 0) {
+        return -1;
+    }
     state->Engine_type =
         (PyTypeObject *)PyType_FromModuleAndSpec(module, &Engine_spec, NULL);
     state->HandlerCore_type = core_type(module);

@@ -16,8 +16,7 @@ array_argument(EngineObject *engine, const char *operation, const char *name,
     if (array->engine != engine) {
         int ordinal = array->engine->context->device;
         PyErr_Format(PyExc_ValueError,
-                     "%s: %s is an array of another CudaHandler (on device %d; this "
-                     "one is on device %d)",
+                     "%s: %s is an array on device %d, this handler is on device %d",
                      operation, name, ordinal, (int)engine->context->device);
         return NULL;
     }
@@ -110,32 +109,33 @@ bounds(const ArrayObject *array, CUdeviceptr *first, CUdeviceptr *end)
     *end = array->ptr + 4 * ((CUdeviceptr)last + 1);
 }
 
-/* The distance between the rows that an array's axes merge into, in elements, with the
- * length of a row; 0 if they do not. */
-static Py_ssize_t
-row_pitch(const ArrayObject *array, Py_ssize_t *length)
+/* See an array's axes as rows of `length` elements at a distance of *pitch; a single
+ * row has pitch 0. Return 0, or -1 where they do not merge into such rows. */
+static int
+as_rows(const ArrayObject *array, Py_ssize_t *length, Py_ssize_t *pitch)
 {
     int axis = array->ndim;
+    Py_ssize_t span = 0;
     *length = 1;
+    *pitch = 0;
     while (axis > 0 &&
            (array->shape[axis - 1] == 1 || array->strides[axis - 1] == *length)) {
         axis--;
         *length *= array->shape[axis];
     }
-    Py_ssize_t pitch = 0, span = 0;
     for (; axis > 0; axis--) {
         if (array->shape[axis - 1] == 1) {
             continue;
         }
-        if (pitch == 0) {
-            pitch = span = array->strides[axis - 1];
+        if (*pitch == 0) {
+            *pitch = span = array->strides[axis - 1];
         }
         else if (array->strides[axis - 1] != span) {
-            return 0;
+            return -1;
         }
         span *= array->shape[axis - 1];
     }
-    return pitch;
+    return 0;
 }
 
 int
@@ -151,13 +151,16 @@ arrays_overlap(const ArrayObject *a, const ArrayObject *b)
         return 0;
     }
     /* Columns of one buffer, side by side? */
-    Py_ssize_t length_a, length_b;
-    Py_ssize_t pitch = row_pitch(a, &length_a);
-    if (pitch == 0 || row_pitch(b, &length_b) != pitch) {
+    Py_ssize_t length_a, length_b, pitch_a, pitch_b;
+    if (as_rows(a, &length_a, &pitch_a) < 0 || as_rows(b, &length_b, &pitch_b) < 0) {
         return 1;
     }
-    Py_ssize_t distance =
-        ((Py_ssize_t)(b->ptr - a->ptr) / 4) % pitch; /* may be negative */
+    Py_ssize_t pitch = pitch_a > pitch_b ? pitch_a : pitch_b;
+    if ((pitch_a != 0 && pitch_a != pitch) || (pitch_b != 0 && pitch_b != pitch) ||
+        pitch == 0) {
+        return 1;
+    }
+    Py_ssize_t distance = ((Py_ssize_t)(b->ptr - a->ptr) / 4) % pitch;
     distance += distance < 0 ? pitch : 0;
     return !(distance >= length_a && distance + length_b <= pitch);
 }

@@ -524,6 +524,15 @@ static PyType_Slot Array_slots[] = {
     {Py_mp_subscript, Array_subscript},
     {Py_mp_ass_subscript, Array_assign},
     {Py_mp_length, Array_length},
+    {Py_nb_add, Array_add},
+    {Py_nb_subtract, Array_subtract},
+    {Py_nb_multiply, Array_multiply},
+    {Py_nb_true_divide, Array_divide},
+    {Py_nb_power, Array_power},
+    {Py_nb_inplace_add, Array_inplace_add},
+    {Py_nb_inplace_subtract, Array_inplace_subtract},
+    {Py_nb_inplace_multiply, Array_inplace_multiply},
+    {Py_nb_inplace_true_divide, Array_inplace_divide},
     {0, NULL},
 };
 

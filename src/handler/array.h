@@ -36,6 +36,18 @@ PyObject *Array_array(PyObject *op, PyObject *const *args, Py_ssize_t nargs,
                       PyObject *kwnames);
 int Array_assign(PyObject *op, PyObject *key, PyObject *value);
 
+/* ---- Arithmetic (arithmetic.c) ---- */
+
+PyObject *Array_add(PyObject *left, PyObject *right);
+PyObject *Array_subtract(PyObject *left, PyObject *right);
+PyObject *Array_multiply(PyObject *left, PyObject *right);
+PyObject *Array_divide(PyObject *left, PyObject *right);
+PyObject *Array_power(PyObject *left, PyObject *right, PyObject *modulus);
+PyObject *Array_inplace_add(PyObject *left, PyObject *right);
+PyObject *Array_inplace_subtract(PyObject *left, PyObject *right);
+PyObject *Array_inplace_multiply(PyObject *left, PyObject *right);
+PyObject *Array_inplace_divide(PyObject *left, PyObject *right);
+
 /* ---- To and from other libraries (exchange.c) ---- */
 
 PyObject *Array_interface(PyObject *op, void *closure);

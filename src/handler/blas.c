@@ -134,7 +134,7 @@ open_blas(ModuleState *state)
 
 /* Make the handle; in the context, without the GIL. */
 static Status
-make_handle(EngineObject *engine, void **handle, const char **call)
+make_handle(EngineObject *engine, int tf32, void **handle, const char **call)
 {
     *call = "cublasCreate";
     Status status = blas.Create_v2(handle);
@@ -149,7 +149,7 @@ make_handle(EngineObject *engine, void **handle, const char **call)
     }
     if (status == 0) {
         *call = "cublasSetMathMode";
-        status = blas.SetMathMode(*handle, engine->tf32 ? MATH_TF32 : MATH_DEFAULT);
+        status = blas.SetMathMode(*handle, tf32 ? MATH_TF32 : MATH_DEFAULT);
     }
     if (status != 0 && *handle != NULL) {
         (void)blas.Destroy_v2(*handle);
@@ -161,7 +161,8 @@ make_handle(EngineObject *engine, void **handle, const char **call)
 int
 blas_ready(EngineObject *engine)
 {
-    if (engine->blas != NULL) {
+    const int tf32 = engine->tf32;
+    if (engine->blas[tf32] != NULL) {
         return 0;
     }
     if (driver_ready(engine->state) < 0 ||
@@ -169,9 +170,15 @@ blas_ready(EngineObject *engine)
         return -1;
     }
     if (engine->blas_memory == NULL) {
-        engine->blas_memory = pool_take(engine, WORKSPACE_BYTES);
-        if (engine->blas_memory == NULL) {
+        Block *block = pool_take(engine, WORKSPACE_BYTES);
+        if (block == NULL) {
             return -1;
+        }
+        if (engine->blas_memory == NULL) {
+            engine->blas_memory = block;
+        }
+        else { /* another thread was quicker */
+            pool_give(engine, block);
         }
     }
     void *handle = NULL;
@@ -180,7 +187,7 @@ blas_ready(EngineObject *engine)
     Scope scope;
     Py_BEGIN_ALLOW_THREADS
     if (scope_enter(&scope, engine->context->handle) == CUDA_SUCCESS) {
-        made = make_handle(engine, &handle, &call);
+        made = make_handle(engine, tf32, &handle, &call);
         scope_leave(&scope);
     }
     Py_END_ALLOW_THREADS
@@ -189,7 +196,8 @@ blas_ready(EngineObject *engine)
                     blas_status_name(made), "cuBLAS could not be set up");
         return -1;
     }
-    if (engine->blas != NULL) { /* another thread was quicker */
+    engine->tf32 = tf32; /* another thread may have made a call meanwhile */
+    if (engine->blas[tf32] != NULL) { /* it was quicker */
         Py_BEGIN_ALLOW_THREADS
         if (scope_enter(&scope, engine->context->handle) == CUDA_SUCCESS) {
             (void)blas.Destroy_v2(handle);
@@ -198,7 +206,7 @@ blas_ready(EngineObject *engine)
         Py_END_ALLOW_THREADS
         return 0;
     }
-    engine->blas = handle;
+    engine->blas[tf32] = handle;
     return 0;
 }
 
@@ -206,12 +214,14 @@ void
 blas_close(EngineObject *engine)
 {
     Scope scope;
-    if (engine->blas != NULL && driver_usable() &&
-        scope_enter(&scope, engine->context->handle) == CUDA_SUCCESS) {
-        (void)blas.Destroy_v2(engine->blas);
-        scope_leave(&scope);
+    for (int tf32 = 0; tf32 < 2; tf32++) {
+        if (engine->blas[tf32] != NULL && driver_usable() &&
+            scope_enter(&scope, engine->context->handle) == CUDA_SUCCESS) {
+            (void)blas.Destroy_v2(engine->blas[tf32]);
+            scope_leave(&scope);
+        }
+        engine->blas[tf32] = NULL;
     }
-    engine->blas = NULL;
 }
 
 /* cuBLAS's matrices are column-major: a row-major product is that of the transposed
@@ -229,17 +239,17 @@ op_products(Op *op, int count, int transa, int transb, size_t m, size_t n, size_
     op->engine->queued++;
     if (count == 1) {
         op->blas_status =
-            blas.Sgemm_v2(op->engine->blas, transb != 0, transa != 0, (int)n, (int)m,
-                          (int)k, &one, (const float *)b, (int)ldb, (const float *)a,
-                          (int)lda, &beta, (float *)out, (int)ldo);
+            blas.Sgemm_v2(op->engine->blas[op->tf32], transb != 0, transa != 0, (int)n,
+                          (int)m, (int)k, &one, (const float *)b, (int)ldb,
+                          (const float *)a, (int)lda, &beta, (float *)out, (int)ldo);
         op->call = "cublasSgemm";
     }
     else {
         op->blas_status = blas.SgemmStridedBatched(
-            op->engine->blas, transb != 0, transa != 0, (int)n, (int)m, (int)k, &one,
-            (const float *)b, (int)ldb, (long long)b_distance, (const float *)a,
-            (int)lda, (long long)a_distance, &beta, (float *)out, (int)ldo,
-            (long long)out_distance, count);
+            op->engine->blas[op->tf32], transb != 0, transa != 0, (int)n, (int)m,
+            (int)k, &one, (const float *)b, (int)ldb, (long long)b_distance,
+            (const float *)a, (int)lda, (long long)a_distance, &beta, (float *)out,
+            (int)ldo, (long long)out_distance, count);
         op->call = "cublasSgemmStridedBatched";
     }
 }

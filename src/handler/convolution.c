@@ -22,6 +22,8 @@ enum {
     LEAST_SLICE = 128,   /* rows worth a product of their own */
     TILE = 64,           /* about what a block works on in a product */
     SUM_COLUMNS = 32,    /* of a block of conv_column_sums */
+    LONG_SLICE = 256,    /* rows that keep MOST_THREADS of such a block busy */
+    MOST_THREADS = 1024,
 };
 
 /* One call: its arguments, checked. All arrays are borrowed. */
@@ -329,9 +331,11 @@ sum_columns(Op *op, CUdeviceptr matrix, size_t rows, size_t columns, Slices slic
 {
     void *parameters[] = {&matrix,    &rows, &columns, &slices.rows, &out,
                           &out_pitch, &rest, &split,   &is_added};
+    /* A warp for every few rows, as long as that leaves the blocks small. */
+    unsigned int threads = slices.rows < LONG_SLICE ? BLOCK_THREADS : MOST_THREADS;
     op_launch3(op, KERNEL_conv_column_sums,
                (unsigned int)((columns + SUM_COLUMNS - 1) / SUM_COLUMNS),
-               (unsigned int)slices.count, 1, BLOCK_THREADS, 0, parameters);
+               (unsigned int)slices.count, 1, threads, 0, parameters);
 }
 
 /* The arrays of a backward pass, contiguous, and its temporaries. */

@@ -9,7 +9,9 @@ core_engine(PyObject *core)
     if (engine == NULL) {
         PyErr_Format(PyExc_RuntimeError, "%.100s.__init__ was not called",
                      Py_TYPE(core)->tp_name);
+        return NULL;
     }
+    engine->tf32 = ((CoreObject *)core)->tf32;
     return engine;
 }
 
@@ -45,10 +47,11 @@ Core_init(PyObject *op, PyObject *args, PyObject *kwargs)
     if (state == NULL) {
         return -1;
     }
-    EngineObject *engine = engine_new(state, module, device, tf32);
+    EngineObject *engine = engine_of_device(state, module, device);
     if (engine == NULL) {
         return -1;
     }
+    self->tf32 = tf32;
     self->seed = seed;
     self->draws = 0;
     Py_XSETREF(self->engine, engine);
@@ -89,7 +92,7 @@ static PyObject *
 Core_tf32(PyObject *op, void *Py_UNUSED(closure))
 {
     EngineObject *engine = core_engine(op);
-    return engine == NULL ? NULL : PyBool_FromLong(engine->tf32);
+    return engine == NULL ? NULL : PyBool_FromLong(((CoreObject *)op)->tf32);
 }
 
 static PyGetSetDef Core_getset[] = {

@@ -1,6 +1,10 @@
-/* Engine: context, compute stream, kernels and memory of one handler. Arrays keep it
- * alive, so it goes after the last of them. Not to be had from Python by itself. */
+/* Engine: context, compute stream, kernels and memory of a device. Handlers and arrays
+ * keep it alive, so it goes with the last of them. Not to be had from Python by itself.
+ */
 #include "kernels.h"
+
+/* All live engines; borrowed, protected by the GIL. */
+static EngineObject *engines;
 
 /* What the driver says of a device. Return 0, or -1 with an error set. */
 static int
@@ -46,10 +50,42 @@ make_scratch(EngineObject *self)
     return 0;
 }
 
-EngineObject *
-engine_new(ModuleState *state, PyObject *module, int ordinal, int tf32)
+/* The live engine of a context, borrowed, or NULL. */
+static EngineObject *
+find_engine(const ContextObject *context)
+{
+    for (EngineObject *it = engines; it != NULL; it = it->next) {
+        if (it->context->handle == context->handle) {
+            return it;
+        }
+    }
+    return NULL;
+}
+
+/* A new engine in a context. NULL with an error set. */
+static EngineObject *
+engine_new(ModuleState *state, PyObject *module, ContextObject *context)
 {
     PyTypeObject *type = state->Engine_type;
+    EngineObject *self = (EngineObject *)type->tp_alloc(type, 0);
+    if (self == NULL) {
+        return NULL;
+    }
+    self->state = state;
+    self->module = Py_NewRef(module);
+    self->context = (ContextObject *)Py_NewRef((PyObject *)context);
+    self->stream = (StreamObject *)PyObject_CallOneArg((PyObject *)state->Stream_type,
+                                                       (PyObject *)context);
+    if (self->stream == NULL || ask_device(self, context->device) < 0 ||
+        make_scratch(self) < 0 || kernels_load(self) < 0) {
+        Py_CLEAR(self);
+    }
+    return self;
+}
+
+EngineObject *
+engine_of_device(ModuleState *state, PyObject *module, int ordinal)
+{
     if (!kernels_built()) {
         PyErr_SetString(
             PyExc_RuntimeError,
@@ -58,29 +94,40 @@ engine_new(ModuleState *state, PyObject *module, int ordinal, int tf32)
             "nvidia-cuda-nvcc) and a C++ compiler, then install brainstorm_dbuf again");
         return NULL;
     }
-    EngineObject *self = (EngineObject *)type->tp_alloc(type, 0);
-    if (self == NULL) {
+    ContextObject *context = (ContextObject *)PyObject_CallMethod(
+        (PyObject *)state->Context_type, "primary", "i", ordinal);
+    if (context == NULL) {
         return NULL;
     }
-    self->state = state;
-    self->module = Py_NewRef(module);
-    self->tf32 = tf32;
-    self->context = (ContextObject *)PyObject_CallMethod(
-        (PyObject *)state->Context_type, "primary", "i", ordinal);
-    if (self->context == NULL) {
-        goto error;
+    EngineObject *self = find_engine(context);
+    if (self != NULL) {
+        Py_INCREF(self);
     }
-    self->stream = (StreamObject *)PyObject_CallOneArg((PyObject *)state->Stream_type,
-                                                       (PyObject *)self->context);
-    if (self->stream == NULL || ask_device(self, self->context->device) < 0 ||
-        make_scratch(self) < 0 || kernels_load(self) < 0) {
-        goto error;
+    else if ((self = engine_new(state, module, context)) != NULL) {
+        EngineObject *other = find_engine(context); /* made by another thread */
+        if (other != NULL) {
+            Py_INCREF(other);
+            Py_SETREF(self, other);
+        }
+        else {
+            self->next = engines;
+            engines = self;
+        }
     }
+    Py_DECREF(context);
     return self;
+}
 
-error:
-    Py_DECREF(self);
-    return NULL;
+/* Take an engine out of the list, if it is in it. */
+static void
+unlist(EngineObject *self)
+{
+    for (EngineObject **place = &engines; *place != NULL; place = &(*place)->next) {
+        if (*place == self) {
+            *place = self->next;
+            return;
+        }
+    }
 }
 
 static const char *
@@ -182,6 +229,7 @@ Engine_dealloc(PyObject *op)
     PyTypeObject *type = Py_TYPE(op);
     SavedError saved;
     const char *call;
+    unlist(self);
     save_error(&saved);
     CUresult status = give_up(self, &call);
     report_unraisable(op, call, status);

@@ -228,6 +228,12 @@ foreign_array(EngineObject *engine, PyObject *base, CUdeviceptr ptr, int ndim,
         Py_DECREF(base);
         return NULL;
     }
+    if (ptr == 0 && array->size > 0) {
+        PyErr_SetString(PyExc_ValueError, "there is no device memory at address 0");
+        Py_DECREF(base);
+        Py_DECREF(array);
+        return NULL;
+    }
     array->base = base;
     array->ptr = ptr;
     for (int i = 0; i < ndim && strides != NULL; i++) {
@@ -365,6 +371,21 @@ delete_taken(PyObject *holder)
     }
 }
 
+/* Return 0 if a DLPack device is the engine's, else -1 with an error set. */
+static int
+check_device(EngineObject *engine, int type, int ordinal)
+{
+    if ((type == DL_CUDA || type == DL_CUDA_MANAGED) &&
+        ordinal == (int)engine->context->device) {
+        return 0;
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "from_dlpack: the array lies on device (%d, %d), this handler is on "
+                 "(%d, %d)",
+                 type, ordinal, DL_CUDA, (int)engine->context->device);
+    return -1;
+}
+
 static PyObject *
 from_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
@@ -378,11 +399,22 @@ from_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *k
         return NULL;
     }
     PyObject *method = PyObject_GetAttrString(given, "__dlpack__");
-    if (method == NULL) {
+    PyObject *device =
+        method == NULL ? NULL : PyObject_CallMethod(given, "__dlpack_device__", NULL);
+    if (device == NULL) {
         PyErr_Clear();
         PyErr_Format(PyExc_TypeError,
-                     "from_dlpack: expected an object with __dlpack__, got %.100s",
+                     "from_dlpack: expected an object with __dlpack__ and "
+                     "__dlpack_device__, got %.100s",
                      Py_TYPE(given)->tp_name);
+        Py_XDECREF(method);
+        return NULL;
+    }
+    /* Asked first: NumPy's arrays take no stream. */
+    int type, ordinal, is_read = PyArg_ParseTuple(device, "ii", &type, &ordinal);
+    Py_DECREF(device);
+    if (!is_read || check_device(engine, type, ordinal) < 0) {
+        Py_DECREF(method);
         return NULL;
     }
     PyObject *empty = PyTuple_New(0);
@@ -405,14 +437,8 @@ from_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *k
     DLManagedTensor *managed = PyCapsule_GetPointer(capsule, "dltensor");
     DLTensor *tensor = &managed->tensor;
     int is_int = tensor->dtype.code == DL_INT;
-    if ((tensor->device.device_type != DL_CUDA &&
-         tensor->device.device_type != DL_CUDA_MANAGED) ||
-        tensor->device.device_id != (int32_t)engine->context->device) {
-        PyErr_Format(PyExc_ValueError,
-                     "from_dlpack: the array lies on device (%d, %d), this handler is "
-                     "on (%d, %d)",
-                     (int)tensor->device.device_type, (int)tensor->device.device_id,
-                     DL_CUDA, (int)engine->context->device);
+    if (check_device(engine, tensor->device.device_type, tensor->device.device_id) <
+        0) {
         goto done;
     }
     if ((!is_int && tensor->dtype.code != DL_FLOAT) || tensor->dtype.bits != 32 ||

@@ -1,10 +1,11 @@
 /* What the files of the compute handler share.
  *
  * An Engine is all that computing on one device needs: the context, the compute stream,
- * the loaded kernels, a pool of device memory, cuBLAS. Arrays (array.c) own a reference
- * to their engine. HandlerCore (core.c), the base of brainstorm_dbuf.CudaHandler, owns
- * one too and has the operations as its methods; the operations lie in files of their
- * own by kind.
+ * the loaded kernels, a pool of device memory, cuBLAS. All handlers of a device share
+ * one, so that arrays of one may be given to another, as with brainstorm's own
+ * handlers. Arrays (array.c) own a reference to their engine. HandlerCore (core.c), the
+ * base of brainstorm_dbuf.CudaHandler, owns one too and has the operations as its
+ * methods; the operations lie in files of their own by kind.
  *
  * Every operation has the same shape: check the arguments, take temporaries from the
  * pool, op_begin, queue launches on the compute stream, op_end. Between op_begin and
@@ -71,9 +72,12 @@ struct EngineObject {
     StreamObject *stream;               /* owned until dealloc: the compute stream */
     CUmodule image;                     /* owned, or NULL */
     CUfunction functions[KERNEL_COUNT]; /* borrowed from image */
-    void *blas;              /* owned: cublasHandle_t, made at the first product */
-    Block *blas_memory;      /* owned: cuBLAS's workspace */
-    int tf32;                /* products may round their factors to TF32 */
+    void *blas[2];      /* owned: cublasHandle_t for float32, and for TF32; each made at
+                           the first product that wants it */
+    Block *blas_memory; /* owned: cuBLAS's workspace */
+    int tf32; /* what the handler in whose call we are wants: products may round their
+                 factors to TF32; op_init notes it */
+    EngineObject *next;      /* borrowed: next in the list of all engines */
     unsigned int processors; /* multiprocessors of the device */
     size_t shared_limit;     /* bytes of shared memory a block may have, opted in */
     unsigned int queued;     /* launches since the stream was last waited for */
@@ -94,8 +98,9 @@ typedef enum {
     FAULT_MAXPOOL_ARGMAX,
 } Fault;
 
-/* A new engine in the primary context of a device. NULL with an error set. */
-EngineObject *engine_new(ModuleState *state, PyObject *module, int ordinal, int tf32);
+/* The engine in the primary context of a device: the live one, else a new one. New
+ * reference, or NULL with an error set. */
+EngineObject *engine_of_device(ModuleState *state, PyObject *module, int ordinal);
 
 /* Raise what kernels complained about. Return 0, or -1 with IndexError set. */
 int engine_check_fault(EngineObject *engine);
@@ -169,6 +174,7 @@ enum { OP_TEMPORARIES = 12, QUEUE_DEEP = 256, BLOCK_THREADS = 256 };
 typedef struct {
     EngineObject *engine; /* borrowed */
     const char *name;     /* of the operation, for errors */
+    int tf32;             /* products may round their factors to TF32 */
     Scope scope;
     int begun;
     PyThreadState *thread;              /* not NULL: the GIL is released */
@@ -323,11 +329,13 @@ void op_rows_store(Op *op, const Rows *rows);
 typedef struct {
     PyObject_HEAD
     EngineObject *engine;     /* owned until dealloc; NULL before __init__ */
+    int tf32;                 /* products may round their factors to TF32 */
     unsigned long long seed;  /* of the random numbers */
     unsigned long long draws; /* how many random operations there were */
 } CoreObject;
 
-/* The engine of a handler; NULL with an error set if it was never initialised. */
+/* The engine of a handler, for a call of it; NULL with an error set if it was never
+ * initialised. */
 EngineObject *core_engine(PyObject *core);
 
 extern PyType_Spec Engine_spec, DeviceArray_spec;

@@ -128,10 +128,14 @@ int
 packed_init(Packed *packed, Op *op, const ArrayObject *array)
 {
     packed->array = array;
+    packed->ptr = 0;
+    if (array->size == 0) {
+        return 0;
+    }
     packed->ptr = array_is_contiguous(array)
                       ? array->ptr
                       : op_temporary(op, (size_t)array->size * 4);
-    return packed->ptr == 0 && array->size > 0 ? -1 : 0;
+    return packed->ptr == 0 ? -1 : 0;
 }
 
 /* What op_map needs to know of the copy. */

@@ -45,7 +45,7 @@ images_at_once(size_t items)
 /* An array's elements without gaps: where they lie themselves, or a copy. */
 typedef struct {
     const ArrayObject *array; /* borrowed */
-    CUdeviceptr ptr;          /* the array's own memory, or a temporary's */
+    CUdeviceptr ptr; /* the array's own memory, or a temporary's; 0 if it is empty */
 } Packed;
 
 /* Find the memory, before op_begin. Return 0, or -1 with an error set. */

@@ -7,7 +7,7 @@ op_init(Op *op, EngineObject *engine, const char *name)
     if (driver_ready(engine->state) < 0) {
         return -1;
     }
-    *op = (Op){.engine = engine, .name = name};
+    *op = (Op){.engine = engine, .name = name, .tf32 = engine->tf32};
     return 0;
 }
 

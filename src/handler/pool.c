@@ -82,7 +82,7 @@ raise_short(EngineObject *engine, const Scope *scope, CUresult status, size_t nb
         available = total = 0;
     }
     raise_cuda(engine->state, scope_call(scope, "cuMemAlloc"), status,
-               "%zu bytes asked for; %zu of the device's %zu are free, this handler "
+               "%zu bytes asked for; %zu of the device's %zu are free, the pool "
                "holds %zu",
                nbytes, available, total, engine->pool.bytes_held);
 }

@@ -38,7 +38,8 @@ layer_matrix(Layer *layer, const ArrayObject *array, Matrix *matrix)
 {
     Axis rows, columns;
     int fits = axes_merge(array, 0, 2, &rows);
-    fits &= axes_merge(array, 2, array->ndim, &columns) && columns.stride <= 1;
+    fits &= axes_merge(array, 2, array->ndim, &columns) &&
+            (columns.size <= 1 || columns.stride == 1);
     matrix->ptr = array->ptr;
     matrix->pitch = rows.size > 1 ? rows.stride : columns.size;
     layer->is_suited &= fits && array->size > 0 && matrix->pitch >= columns.size;
@@ -298,14 +299,13 @@ typedef struct {
 
 /* What both passes read last. Return 0, or -1 with an error set. */
 static int
-recurrent_read(Recurrent *self, PyObject *parameters, PyObject *internals,
-               ArrayObject **arrays)
+recurrent_read(Recurrent *self, PyObject *parameters, PyObject *internals)
 {
     Layer *layer = &self->layer;
     if (layer_parameters(layer, "parameters", parameters, RECURRENT_PARAMETER_COUNT,
                          recurrent_parameters, self->parameters) < 0 ||
         layer_internals(layer, internals, RECURRENT_INTERNAL_COUNT, recurrent_internals,
-                        self->internals, arrays) < 0) {
+                        self->internals, NULL) < 0) {
         return -1;
     }
     RecurrentPass *pass = &self->pass;
@@ -355,7 +355,7 @@ recurrent_forward(PyObject *core, PyObject *const *args, Py_ssize_t nargs,
     Recurrent self = {0};
     if (layer_open(&self.layer, engine, "recurrent_forward", given[0], given[1],
                    given[2]) == 0 &&
-        recurrent_read(&self, given[3], given[4], NULL) == 0) {
+        recurrent_read(&self, given[3], given[4]) == 0) {
         Op op;
         if (!self.layer.is_suited) {
             result = Py_NewRef(Py_False);
@@ -426,7 +426,7 @@ recurrent_backward(PyObject *core, PyObject *const *args, Py_ssize_t nargs,
         layer_output(layer, "dy", given[4], &self.deltas) != NULL &&
         layer_parameters(layer, "gradients", given[6], RECURRENT_PARAMETER_COUNT,
                          recurrent_parameters, self.gradients) == 0 &&
-        recurrent_read(&self, given[5], given[7], NULL) == 0) {
+        recurrent_read(&self, given[5], given[7]) == 0) {
         Op op;
         SumPlan plan;
         if (!layer->is_suited) {

@@ -31,14 +31,17 @@ blocks_of(const SumLayout *sum)
 static void
 plan_sum(SumLayout *sum, CUdeviceptr a, size_t wanted)
 {
-    enum { EACH = 16, WARP = 32, COLUMNS = 32, ROW = 256 };
+    enum { EACH = 16, IN_FLIGHT = 4, WARP = 32, COLUMNS = 32, ROW = 256 };
     size_t least;
     int is_aligned = a % 16 == 0 && sum->a_outer % 4 == 0;
     if (is_by_columns(sum)) {
         sum->fours = is_aligned && sum->a_inner == 1 && sum->a_reduced % 4 == 0 &&
                      sum->inner % 4 == 0;
-        sum->lanes = sum->fours ? op_lanes(sum->inner / 4, COLUMNS / 4)
-                                : op_lanes(sum->inner, COLUMNS);
+        /* Tall blocks, unless that leaves threads without a row. */
+        unsigned int width = sum->fours ? 4 : 1, narrow = COLUMNS / width;
+        unsigned int height =
+            op_lanes(op_parts(sum->reduced, IN_FLIGHT), SUM_THREADS / narrow);
+        sum->lanes = op_lanes(sum->inner / width, SUM_THREADS / height);
         least = SUM_THREADS / sum->lanes * EACH;
     }
     else {
@@ -112,7 +115,9 @@ run_sum(EngineObject *engine, const ArrayObject *a, int first, int end,
     Op op;
     Axis a_groups[3], out_groups[3];
     ArrayObject a_twin, out_twin;
-    CUdeviceptr a_ptr = a->ptr, out_ptr = out->ptr, partial = 0;
+    /* Where nothing is summed a lies nowhere; it is not read then. */
+    CUdeviceptr a_ptr = a->size > 0 ? a->ptr : out->ptr;
+    CUdeviceptr out_ptr = out->ptr, partial = 0;
     if (op_init(&op, engine, "sum_t") < 0) {
         return NULL;
     }

@@ -181,39 +181,6 @@ split_add_tt(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *
 
 /* ---- binarize_v, index_m_by_v ---- */
 
-/* The elements of v, one a row, behind one stride; as a twin if need be. */
-typedef struct {
-    const ArrayObject *array; /* borrowed */
-    CUdeviceptr ptr;
-    Axis axis;
-    int is_twin;
-    ArrayObject twin;
-} Column;
-
-/* Return 0, or -1 with an error set (op_end follows). */
-static int
-column_of(Op *op, Column *column, const ArrayObject *v)
-{
-    column->array = v;
-    column->ptr = v->ptr;
-    column->is_twin = !axes_merge(v, 0, v->ndim, &column->axis);
-    if (!column->is_twin) {
-        return 0;
-    }
-    int status = op_twin(op, &column->twin, v);
-    column->ptr = column->twin.ptr;
-    column->axis.stride = 1;
-    return status;
-}
-
-static void
-column_load(Op *op, const Column *column)
-{
-    if (column->is_twin) {
-        op_map(op, MAP_copy, &column->twin, column->array, NULL, 0, 0);
-    }
-}
-
 /* Return 0 if v has one element a row of a matrix that has columns; else -1 with
  * ValueError or, since no index is in range, IndexError set. */
 static int
@@ -244,7 +211,6 @@ binarize_v(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kw
     static const Signature signature = {"binarize_v", names, 2, 2};
     PyObject *given[2] = {NULL};
     ArrayObject *v, *out;
-    Column column;
     Op op;
     EngineObject *engine = core_engine(self);
     if (engine == NULL || unpack(&signature, args, nargs, kwnames, given) < 0 ||
@@ -255,20 +221,16 @@ binarize_v(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kw
         op_init(&op, engine, "binarize_v") < 0) {
         return NULL;
     }
-    if (column_of(&op, &column, v) < 0) {
-        return op_end(&op);
-    }
     op_begin(&op, 0);
-    column_load(&op, &column);
     if (out->size > 0) {
         size_t rows = (size_t)out->shape[0], columns = (size_t)out->shape[1];
         size_t out_row = (size_t)out->strides[0], out_column = (size_t)out->strides[1];
-        CUdeviceptr out_ptr = out->ptr;
+        size_t v_stride = (size_t)v->strides[0];
+        CUdeviceptr out_ptr = out->ptr, v_ptr = v->ptr;
         int *fault = (int *)engine->fault, number = FAULT_BINARIZE_V;
         Tiling t = tile(&op, rows, columns);
-        void *parameters[] = {
-            &out_ptr,    &column.ptr,         &rows,    &columns, &out_row,
-            &out_column, &column.axis.stride, &t.lanes, &fault,   &number};
+        void *parameters[] = {&out_ptr,    &v_ptr,    &rows,    &columns, &out_row,
+                              &out_column, &v_stride, &t.lanes, &fault,   &number};
         op_launch3(&op, KERNEL_binarize_rows, t.x, t.y, 1, BLOCK_THREADS, 0,
                    parameters);
     }
@@ -283,7 +245,6 @@ index_m_by_v(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *
     const char *const name = signature.function;
     PyObject *given[3] = {NULL};
     ArrayObject *m, *v, *out;
-    Column column;
     Op op;
     EngineObject *engine = core_engine(self);
     if (engine == NULL || unpack(&signature, args, nargs, kwnames, given) < 0 ||
@@ -299,20 +260,16 @@ index_m_by_v(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *
         check_apart(name, "out", out, "v", v) < 0 || op_init(&op, engine, name) < 0) {
         return NULL;
     }
-    if (column_of(&op, &column, v) < 0) {
-        return op_end(&op);
-    }
     op_begin(&op, 0);
-    column_load(&op, &column);
     if (out->size > 0) {
         size_t rows = (size_t)m->shape[0], columns = (size_t)m->shape[1];
         size_t m_row = (size_t)m->strides[0], m_column = (size_t)m->strides[1];
-        size_t out_stride = (size_t)out->strides[0];
-        CUdeviceptr out_ptr = out->ptr, m_ptr = m->ptr;
+        size_t out_stride = (size_t)out->strides[0], v_stride = (size_t)v->strides[0];
+        CUdeviceptr out_ptr = out->ptr, m_ptr = m->ptr, v_ptr = v->ptr;
         int *fault = (int *)engine->fault, number = FAULT_INDEX_M_BY_V;
-        void *parameters[] = {
-            &out_ptr, &m_ptr,    &column.ptr,         &rows,  &columns, &out_stride,
-            &m_row,   &m_column, &column.axis.stride, &fault, &number};
+        void *parameters[] = {&out_ptr,  &m_ptr,      &v_ptr, &rows,
+                              &columns,  &out_stride, &m_row, &m_column,
+                              &v_stride, &fault,      &number};
         op_launch(&op, KERNEL_index_rows, op_blocks(&op, rows, 1), BLOCK_THREADS, 0,
                   parameters);
     }

@@ -151,32 +151,34 @@ conv_bias(float *outputs, const float *bias, uint32_t vectors, size_t n)
     fill_bias<1>(outputs, bias, vectors, n);
 }
 
-enum { SUM_COLUMNS = 32, SUM_ROWS = 8 };
+enum { SUM_COLUMNS = 32, SUM_GROUPS = 32 };
 
 /* Sum the columns of a matrix: a block 32 of them (blockIdx.x) over `chunk` rows
- * (blockIdx.y). The sums of a chunk go to its row of out, which has out_pitch columns,
- * but for those from column `split` on: they go to `rest`. Always in the same order. */
+ * (blockIdx.y), a warp every so many of these rows. The sums of a chunk go to its row
+ * of out, which has out_pitch columns, but for those from column `split` on: they go to
+ * `rest`. Always in the same order. */
 KERNEL
+__launch_bounds__(SUM_COLUMNS *SUM_GROUPS)
 conv_column_sums(const float *matrix, size_t rows, size_t columns, size_t chunk,
-                 float *out, size_t out_pitch, float *rest, size_t split,
-                 int is_added)
+                 float *out, size_t out_pitch, float *rest, size_t split, int is_added)
 {
-    __shared__ float sums[SUM_ROWS][SUM_COLUMNS];
+    __shared__ float sums[SUM_GROUPS][SUM_COLUMNS];
     uint32_t lane = threadIdx.x % SUM_COLUMNS, group = threadIdx.x / SUM_COLUMNS;
+    uint32_t groups = blockDim.x / SUM_COLUMNS;
     size_t column = blockIdx.x * (size_t)SUM_COLUMNS + lane;
     size_t first = blockIdx.y * chunk;
     size_t end = first + chunk < rows ? first + chunk : rows;
     float sum = 0;
     if (column < columns) {
 #pragma unroll 8
-        for (size_t row = first + group; row < end; row += SUM_ROWS) {
+        for (size_t row = first + group; row < end; row += groups) {
             sum += matrix[row * columns + column];
         }
     }
     sums[group][lane] = sum;
     __syncthreads();
     if (group == 0 && column < columns) {
-        for (int i = 1; i < SUM_ROWS; i++) {
+        for (uint32_t i = 1; i < groups; i++) {
             sum += sums[i][lane];
         }
         float *to = column < split ? out + blockIdx.y * out_pitch + column

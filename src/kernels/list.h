@@ -24,6 +24,7 @@
     X(mult_add) \
     X(mult_add_scalar) \
     X(mult_scalar) \
+    X(power) \
     X(rel) \
     X(rel_deriv) \
     X(sigmoid) \
@@ -55,6 +56,7 @@
     X(mult_add_flat) X(mult_add_strided) \
     X(mult_add_scalar_flat) X(mult_add_scalar_strided) \
     X(mult_scalar_flat) X(mult_scalar_strided) \
+    X(power_flat) X(power_strided) \
     X(rel_flat) X(rel_strided) \
     X(rel_deriv_flat) X(rel_deriv_strided) \
     X(sigmoid_flat) X(sigmoid_strided) \

@@ -138,9 +138,8 @@ KERNEL lstm_forward_step(LstmPass pass, size_t t)
     for (size_t b = blockIdx.y; b < pass.batch; b += gridDim.y) {
         const size_t row = t * pass.batch + b;
         const float *gates = &at(pass.gates, row, j);
-        const float gate_z = gates[0], gate_i = gates[pass.gate_distance],
-                    gate_f = gates[2 * pass.gate_distance],
-                    gate_o = gates[3 * pass.gate_distance];
+        const float gate_z = gates[0], gate_i = gates[pass.size],
+                    gate_f = gates[2 * pass.size], gate_o = gates[3 * pass.size];
         const float c_before = INTERNAL(Ca, before + b);
         const float y_before = asleep ? at(pass.y, before + b, j) : 0;
 
@@ -182,13 +181,9 @@ KERNEL lstm_backward_step(LstmPass pass, size_t t)
     const size_t before = (t > 0 ? t - 1 : pass.steps) * pass.batch;
     const bool asleep = is_asleep(pass.parameters[LSTM_timing], j, t);
     const float pi = PARAMETER(pi), pf = PARAMETER(pf), po = PARAMETER(po);
-    const size_t count = pass.batch * pass.size;
     for (size_t b = blockIdx.y; b < pass.batch; b += gridDim.y) {
         const size_t row = t * pass.batch + b, next = row + pass.batch;
-        float dy = at(pass.deltas, row, j);
-        for (int part = 0; part < pass.recurrent_count; part++) {
-            dy += pass.recurrent[part * count + b * pass.size + j];
-        }
+        float dy = at(pass.deltas, row, j) + pass.recurrent[b * pass.size + j];
         const float di_next = INTERNAL(dIa, next), df_next = INTERNAL(dFa, next);
         const float dc_next = INTERNAL(dCa, next), fb_next = INTERNAL(Fb, next);
         const float c_before = INTERNAL(Ca, before + b);
@@ -226,13 +221,11 @@ KERNEL lstm_backward_step(LstmPass pass, size_t t)
         INTERNAL(dIa, row) = dia;
         INTERNAL(dZb, row) = dzb;
         INTERNAL(dZa, row) = dza;
-        if (pass.gates.data != NULL) {
-            float *gates = &at(pass.gates, row, j);
-            gates[0] = dza;
-            gates[pass.gate_distance] = dia;
-            gates[2 * pass.gate_distance] = dfa;
-            gates[3 * pass.gate_distance] = doa;
-        }
+        float *gates = &at(pass.gates, row, j);
+        gates[0] = dza;
+        gates[pass.size] = dia;
+        gates[2 * pass.size] = dfa;
+        gates[3 * pass.size] = doa;
         if (pass.carried != NULL) {
             pass.carried[b * pass.size + j] = asleep ? dy : 0;
         }
@@ -308,9 +301,8 @@ KERNEL lstm_sum_rows(float *partial, LstmPass pass, size_t chunk)
     const size_t rows = pass.steps * pass.batch;
     auto add = [&](size_t row, size_t j, float *sums) {
         const float *gates = &at(pass.gates, row, j);
-        const float dz = gates[0], di = gates[pass.gate_distance],
-                    df = gates[2 * pass.gate_distance],
-                    d_o = gates[3 * pass.gate_distance];
+        const float dz = gates[0], di = gates[pass.size], df = gates[2 * pass.size],
+                    d_o = gates[3 * pass.size];
         const float c = INTERNAL(Ca, row);
         sums[0] += dz;
         sums[1] += di;

@@ -88,14 +88,11 @@ typedef struct {
     Pitched deltas;  /* backward: of the outputs */
     Pitched internals[LSTM_INTERNAL_COUNT];
     const float *parameters[LSTM_PARAMETER_COUNT]; /* timing: NULL for Lstm */
-    /* Forward: the gates' weighted inputs, which may be Za, Ia, Fa and Oa themselves.
-     * Backward: where the gates' deltas are to be written too, or NULL. */
+    /* Rows of 4 * size: a gate after the other. Forward: the gates' weighted inputs.
+     * Backward: where their deltas are to be written too. */
     Pitched gates;
-    size_t gate_distance; /* elements from one gate's to the next one's */
-    /* Backward: the deltas that come back from step t + 1, (batch, size) each; their
-     * sum counts. */
+    /* Backward: (batch, size), the deltas that come back from step t + 1. */
     const float *recurrent;
-    int recurrent_count;
     /* Backward, ClockworkLstm: (batch, size), the deltas of outputs that were not
      * updated, on their way to the step before. */
     float *carried;

@@ -22,8 +22,11 @@ DEFAULT_KERNELS = HERE.parent.parent / "src" / "kernels" / "kernels.cu"
 HEADERS = ("cuda.h", "cudaTypedefs.h")
 SHARED = "-g -fPIC -fvisibility=hidden -shared".split()
 FLAGS = [*"-std=c11 -D_GNU_SOURCE -O2 -Wall -Wextra -Werror -pthread".split(), *SHARED]
-# No -Werror: what nvcc warns about is for those who write the kernels.
-KERNEL_FLAGS = [*"-std=c++17 -O2 -Wall -Wno-unknown-pragmas".split(), *SHARED]
+# No -Werror: what nvcc warns about is for those who write the kernels. No fortified
+# memset, as some distributions have it by default: static shared memory is a section,
+# and the compiler takes the symbol at its start for all of it.
+KERNEL_FLAGS = "-std=c++17 -O2 -U_FORTIFY_SOURCE -Wall -Wno-unknown-pragmas".split()
+KERNEL_FLAGS += SHARED
 KERNEL_SOURCES = ("kernel_table.cc", "cuda_on_cpu.cc")
 KERNEL_HEADERS = ("cuda_on_cpu.h", "philox_on_cpu.h", "kernels_on_cpu.h")
 
