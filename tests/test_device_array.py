@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
+import operator
 import os
 import pickle
 import sys
@@ -19,7 +20,14 @@ import brainstorm_dbuf as dbuf
 from binding_tools import Interface, in_thread
 from brainstorm_dbuf import _cuda
 from conftest import live_objects
-from layouts import assert_same_bits, on_one_handler
+from layouts import (
+    assert_equal_numbers,
+    assert_same_bits,
+    buffer_of,
+    layouts,
+    on_one_handler,
+    values,
+)
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("nothing_left")]
 
@@ -218,7 +226,7 @@ def test_a_repr_never_fails_and_has_the_shape(cuda, shape, key):
     assert str(view)
 
 
-# ------------------------------------------------------------------ to and from the host
+# ----------------------------------------------------------------- to and from the host
 
 
 def test_numpy_converts_it(cuda):
@@ -241,17 +249,17 @@ def test_numpy_converts_it(cuda):
 
 def test_an_array_is_set_from_numpy(cuda):
     array = cuda.zeros((4, 5))
-    for values in (
+    for array_like in (
         np.arange(20.0).reshape(4, 5),
         np.arange(20, dtype=np.int64).reshape(5, 4).T,
         np.ones((4, 5), bool),
         np.full((4, 5), 2.5, np.float16),
         np.arange(40, dtype=np.float32).reshape(4, 10)[:, ::-2],
     ):
-        array.set(values)
-        np.testing.assert_array_equal(array.get(), values.astype(np.float32))
+        array.set(array_like)
+        np.testing.assert_array_equal(array.get(), array_like.astype(np.float32))
     array[1:3, 1:4].set(np.full((2, 3), 9.0))
-    expected = values.astype(np.float32)
+    expected = array_like.astype(np.float32)
     expected[1:3, 1:4] = 9
     np.testing.assert_array_equal(array.get(), expected)
     for wrong in (np.zeros((5, 4)), np.zeros(3), np.zeros((1, 4, 5, 2))):
@@ -301,6 +309,101 @@ def test_it_is_not_pickled_nor_deeply_copied(cuda):
     for attempt in (pickle.dumps, copy.deepcopy):
         with pytest.raises(TypeError):
             attempt(array)
+
+
+# -------------------------------------------------------------------------- arithmetic
+
+OPERATORS = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "+=": operator.iadd,
+    "-=": operator.isub,
+    "*=": operator.imul,
+    "/=": operator.itruediv,
+}
+NUMBERS = [2, -1, 0, 0.5, 1 / 3, np.inf, True, np.float32(0.1), np.int64(3)]
+
+
+def placed_pair(data, handler, shape):
+    """Return the same numbers in a larger array's memory, host and device."""
+    layout = data.draw(layouts(shape))
+    buffer = buffer_of(layout, data.draw(values(shape)))
+    return layout.cut(buffer), layout.cut(handler.create_from_numpy(buffer))
+
+
+@on_one_handler
+@given(symbol=st.sampled_from(list(OPERATORS)), data=st.data())
+def test_arithmetic_is_numpys(cuda, symbol, data):
+    operate, in_place = OPERATORS[symbol], symbol.endswith("=")
+    shape = data.draw(st.lists(st.integers(0, 4), max_size=4).map(tuple))
+    host, device = placed_pair(data, cuda, shape)
+    kind = data.draw(st.sampled_from(["number", "array", "itself", "reflected"]))
+    if kind == "itself":
+        other = other_device = None
+    elif kind == "array":
+        size = [data.draw(st.sampled_from([n, 1])) for n in shape]
+        other, other_device = placed_pair(
+            data, cuda, tuple(size[data.draw(st.integers(0, len(size))) :])
+        )
+    else:
+        other = other_device = data.draw(st.sampled_from(NUMBERS))
+    if kind == "itself":
+        left, right, device_left, device_right = host, host, device, device
+    elif kind == "reflected" and not in_place:
+        left, right, device_left, device_right = other, host, other, device
+    else:
+        left, right, device_left, device_right = host, other, device, other_device
+    if not in_place and data.draw(st.booleans()):
+        left, right, device_left, device_right = right, left, device_right, device_left
+    with np.errstate(all="ignore"):
+        expected = np.asarray(operate(left, right), np.float32)
+    result = operate(device_left, device_right)
+    assert type(result) is cuda.array_type
+    assert (result is device) == in_place
+    assert_equal_numbers(result.get(), expected)
+    if not in_place:
+        assert_equal_numbers(device.get(), host)
+
+
+@pytest.mark.parametrize("exponent", [0, 1, 2, 3, -1, 0.5, -0.5, 1.7, np.float32(0.5)])
+def test_a_power_is_numpys(exponent, cuda):
+    host = np.array([[0.1, 1, 2.5], [1e-3, 7, 1e4]], np.float32)
+    for cut in (np.s_[:], np.s_[:, 1:]):
+        result = cuda.create_from_numpy(host)[cut] ** exponent
+        np.testing.assert_allclose(result.get(), host[cut] ** exponent, rtol=1e-6)
+    odd = np.array([-2, -0.0, np.inf, -np.inf, np.nan], np.float32)
+    with np.errstate(all="ignore"):
+        expected = odd**exponent
+    result = (cuda.create_from_numpy(odd) ** exponent).get()
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
+
+
+def test_arithmetic_with_anything_else_is_refused(cuda):
+    array = cuda.ones((2, 3))
+    others = [None, "x", [1], 1j, object(), np.ones((2, 3), np.float32)]
+    for operate in [*OPERATORS.values(), operator.pow]:
+        for other in others:
+            with pytest.raises(TypeError):
+                operate(array, other)
+            if not isinstance(other, (str, list)) or operate is not operator.iadd:
+                with pytest.raises(TypeError):
+                    operate(other, array)
+    for wrong in (cuda.ones((3, 2)), cuda.ones((2,)), cuda.ones((2, 3, 4))):
+        for operate in OPERATORS.values():
+            with pytest.raises(ValueError) as caught:
+                operate(array, wrong)
+            assert str(wrong.shape) in str(caught.value)
+            assert str(array.shape) in str(caught.value)
+    row = cuda.ones((1, 3))
+    with pytest.raises(ValueError):
+        row += array
+    with pytest.raises(TypeError):
+        np.add(array, array)
+    with pytest.raises(ValueError):  # partly over itself
+        array = cuda.ones((4, 3))[:3]
+        array += cuda.wrap(array, array.ptr + 12, (3, 3))
 
 
 # --------------------------------------------------------------------- other libraries
