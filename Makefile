@@ -2,8 +2,9 @@
 #   make demo    venv, brainstorm, build, and the main job on real data
 #   make test    the same set-up, then all tests
 # On a machine with an NVIDIA GPU, with its own python3 and without a network:
-#   make gpu-demo   the main job on PyCudaHandler
+#   make gpu-demo   the main job on CudaHandler and on PyCudaHandler
 #   make gpu-test   all tests, on the stand-in driver and on the real one
+#   make gpu-memcheck  what touches the device under compute-sanitizer
 #   make gpu-bench  the benchmarks
 # What that machine lacks lies as wheels in $(WHEELS).
 
@@ -12,7 +13,7 @@ VENV ?= .venv
 WHEELS ?= wheels
 BIN = $(VENV)/bin
 # The package is installed in place: only what is compiled asks for another install.
-SOURCES = setup.py pyproject.toml $(wildcard src/*/*.[ch])
+SOURCES = setup.py pyproject.toml build_backend/with_nvcc.py $(wildcard src/*/*)
 
 .PHONY: demo test bench gpu-build gpu-demo gpu-test gpu-memcheck gpu-bench clean
 
@@ -36,10 +37,13 @@ $(VENV)/installed: $(SOURCES)
 GPU_SITE = build/gpu-site
 GPU_ENV = PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) PYTHONUNBUFFERED=1
 GPU_TESTS ?= tests
-# The binding's tests, the feed's slots, and one whole training.
+# CudaHandler's operations, each of its kernels among them.
+KERNEL_TESTS ?= tests/test_cuda_handler_ops.py tests/test_cuda_handler_reduce.py \
+	tests/test_cuda_handler_convolution.py tests/test_cuda_handler_recurrent.py
+# The binding's tests, the feed's slots, the kernels, and one whole training.
 MEMCHECK_TESTS ?= tests/test_binding_copies.py tests/test_binding_in_flight.py \
 	tests/test_binding_memory.py tests/test_binding_objects.py \
-	tests/test_back_buffers.py tests/test_handler_ops.py \
+	tests/test_back_buffers.py tests/test_handler_ops.py $(KERNEL_TESTS) \
 	"tests/test_parity.py::test_each_kind_of_network_trains_to_the_same_weights[pycuda-mlp with dropout]"
 
 gpu-build:
@@ -50,6 +54,7 @@ gpu-build:
 		--target $(GPU_SITE) $(wildcard $(WHEELS)/*.whl)
 
 gpu-demo: gpu-build
+	$(GPU_ENV) $(PYTHON) examples/digits.py --handler cuda
 	$(GPU_ENV) $(PYTHON) examples/digits.py --handler pycuda
 
 gpu-test: gpu-build
@@ -57,10 +62,14 @@ gpu-test: gpu-build
 	$(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real $(PYTHON) -m pytest $(GPU_TESTS)
 
 # Errors that the driver reports to its caller, as some tests want, are not the checker's.
+SANITIZE = $(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real BRAINSTORM_DBUF_TEST_EXAMPLES=5 \
+	compute-sanitizer --error-exitcode 9 --require-cuda-init=no
+
 gpu-memcheck: gpu-build
-	$(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real compute-sanitizer --tool memcheck \
-		--error-exitcode 9 --require-cuda-init=no --report-api-errors no \
+	$(SANITIZE) --tool memcheck --report-api-errors no \
 		$(PYTHON) -m pytest -p no:cacheprovider --timeout 300 $(MEMCHECK_TESTS)
+	$(SANITIZE) --tool racecheck \
+		$(PYTHON) -m pytest -p no:cacheprovider --timeout 300 $(KERNEL_TESTS)
 
 gpu-bench: gpu-build
 	status=0; for bench in driver_calls small_batches large_batches handlers; do \
