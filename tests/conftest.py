@@ -70,9 +70,12 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _quick_collections():
-    """The tests collect garbage often: leave out all that the imports have made."""
+    """The tests collect garbage often: leave out what lives on from earlier modules.
+
+    The imports have made much of it, pytest and hypothesis keep more for each test.
+    """
     gc.collect()
     gc.freeze()
 

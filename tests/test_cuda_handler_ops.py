@@ -43,7 +43,7 @@ scalars = st.one_of(
 )
 
 
-# ------------------------------------------------------------------ the elementwise ones
+# ----------------------------------------------------------------- the elementwise ones
 
 
 class Oracle(NumpyHandler):
@@ -590,7 +590,7 @@ def test_factors_that_do_not_match_are_refused(name, wrong, cuda):
     assert (arrays[2].get() == 1).all()
 
 
-# ---------------------------------------------------------- to and from the host, memory
+# --------------------------------------------------------- to and from the host, memory
 
 
 SOURCES = {
@@ -761,7 +761,7 @@ def test_what_is_no_device_array_is_refused_by_name(name, cuda):
 def test_handlers_of_one_device_take_each_others_arrays(name, cuda):
     arrays, numbers = arguments_of(name, cuda)
     other = dbuf.CudaHandler(seed=7)
-    theirs = {argument: other.create_from_numpy(a.get()) for argument, a in arrays.items()}
+    theirs = {n: other.create_from_numpy(a.get()) for n, a in arrays.items()}
     getattr(cuda, name)(**arrays, **numbers)
     getattr(cuda, name)(**theirs, **numbers)
     for argument, array in arrays.items():

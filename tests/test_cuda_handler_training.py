@@ -325,7 +325,7 @@ def test_fused_passes_train_as_the_operations_do(name, cuda):
 
 
 def digits_accuracy(handler, epochs):
-    """Train on scikit-learn's digits; return the share of the test set that is right."""
+    """Train on scikit-learn's digits; return the share of right test answers."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()
@@ -411,10 +411,12 @@ def test_ten_thousand_updates_leave_the_devices_memory_as_it_was(name, cuda):
         trainer.train(net, iterator)
 
     iterator = Minibatches(2, **data_for(name, rnd, samples=200))  # 100 updates
-    epochs(2)
+    epochs(10)
     gc.collect()
+    cuda.stream.synchronize()
     free, held = _cuda.mem_get_info(cuda.context)[0], live_objects()
     epochs(100)
     gc.collect()
+    cuda.stream.synchronize()
     assert live_objects() == held
     assert _cuda.mem_get_info(cuda.context)[0] >= free - (2 << 20)

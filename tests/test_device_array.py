@@ -591,7 +591,16 @@ def test_cupy_shares_memory_with_it(cuda):
 
 
 def exchange_with(cuda, takes, to_host, wait):
-    """Hand views over, let the other library change them, and take them back."""
+    """Hand views over, let the other library change them, and take them back.
+
+    Both libraries make the primary context current in place of this thread's own, which
+    PyCUDA's later tests need.
+    """
+    with cuda.context:
+        exchange(cuda, takes, to_host, wait)
+
+
+def exchange(cuda, takes, to_host, wait):
     host, device = pair(cuda, (3, 4))
     for cut in (np.s_[:], np.s_[:, 1:3]):
         view, expected = device[cut], host[cut]

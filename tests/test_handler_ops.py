@@ -138,6 +138,7 @@ def test_another_shape_is_refused_as_set_from_numpy_does(shape, handler):
 @pytest.mark.parametrize("name", ["ours", "None", "handle", "foreign", "like PyCUDA's"])
 def test_streams_of_every_kind_are_taken(name, device):
     mem = device.allocate(SHAPE)
+    dbuf.Context.current().synchronize()  # PyCUDA fills it on the default stream
     with dbuf.Stream() as stream:
         stream_of_any_kind = {
             "ours": stream,

@@ -15,6 +15,16 @@ ledger_of(const StreamRef *stream, ContextObject *context)
                                   : context_ledger(context, stream->handle);
 }
 
+/* What the ledger holds for a device end; new reference. A DeviceArray on its own
+ * stream needs none, since its memory is freed in that stream's order; and the stream,
+ * which the array keeps alive, must not keep the array. */
+static PyObject *
+held_end(const DeviceEnd *end, const StreamRef *stream)
+{
+    int is_ordered = end->stream != NULL && end->stream == stream->object;
+    return Py_NewRef(is_ordered ? Py_None : end->hold);
+}
+
 /* The `stream` argument: where none is given, a DeviceArray's own. */
 static int
 resolve_stream(ModuleState *state, PyObject *given, const DeviceEnd *first,
@@ -179,7 +189,7 @@ copy_host(PyObject *module, const HostCopy *copy, PyObject *const *args,
         goto done;
     }
     if (ledger != NULL) {
-        ledger_commit(ledger, context, &ticket, Py_NewRef(device.hold), host.hold);
+        ledger_commit(ledger, context, &ticket, held_end(&device, &stream), host.hold);
         host.hold = NULL; /* stolen */
     }
     result = Py_NewRef(Py_None);
@@ -270,7 +280,8 @@ pair_check(ModuleState *state, DevicePair *pair, size_t dest_needs, size_t src_n
         Py_END_ALLOW_THREADS \
         if ((status) == CUDA_SUCCESS) { \
             ledger_commit(ledger, (pair)->context, &ticket, \
-                          Py_NewRef((pair)->dest.hold), Py_NewRef((pair)->src.hold)); \
+                          held_end(&(pair)->dest, &(pair)->stream), \
+                          held_end(&(pair)->src, &(pair)->stream)); \
         } \
         else { \
             ledger_cancel(ledger, &ticket); \

@@ -112,7 +112,10 @@ fill_memory(PyObject *module, const Fill *fill, PyObject *const *args, Py_ssize_
         goto done;
     }
     if (ledger != NULL) {
-        ledger_commit(ledger, context, &ticket, Py_NewRef(dest.hold), NULL);
+        /* A DeviceArray on its own stream needs no holding, as in copy.c. */
+        int is_ordered = dest.stream != NULL && dest.stream == stream.object;
+        ledger_commit(ledger, context, &ticket,
+                      Py_NewRef(is_ordered ? Py_None : dest.hold), NULL);
     }
     result = Py_NewRef(Py_None);
 done:

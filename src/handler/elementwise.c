@@ -31,9 +31,9 @@ int
 map_check(const char *operation, const char *out_name, const ArrayObject *out,
           const char *name, const ArrayObject *array)
 {
-    int fits = 1;
+    int fits = array->ndim <= out->ndim;
     for (int k = array->ndim - 1, i = out->ndim - 1; k >= 0 && fits; k--, i--) {
-        fits = array->shape[k] == 1 || (i >= 0 && array->shape[k] == out->shape[i]);
+        fits = array->shape[k] == 1 || array->shape[k] == out->shape[i];
     }
     if (!fits) {
         PyObject *shape = shape_of(out);
@@ -144,7 +144,8 @@ op_map(Op *op, Map map, const ArrayObject *out, const ArrayObject *a,
 }
 
 /* What an operation's arguments are, by position: 'o' the output, 'a' and 'b' inputs,
- * 's' and 't' numbers, '-' an array that the result does not depend on. */
+ * 'A' and 'B' inputs that must have the output's very shape, 's' and 't' numbers, '-'
+ * an array that the result does not depend on. */
 typedef struct {
     Signature signature;
     Map map;
@@ -161,6 +162,7 @@ run_elementwise(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
     ArrayObject *out = NULL, *inputs[2] = {NULL, NULL};
     const char *out_name = NULL, *input_names[2] = {NULL, NULL};
     double numbers[2] = {0, 0};
+    int is_exact[2] = {0, 0};
     EngineObject *engine = core_engine(self);
     if (engine == NULL || unpack(&what->signature, args, nargs, kwnames, given) < 0) {
         return NULL;
@@ -183,11 +185,17 @@ run_elementwise(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
             out_name = names[i];
         }
         else if (role != '-') {
-            inputs[role - 'a'] = array;
-            input_names[role - 'a'] = names[i];
+            int slot = role == 'b' || role == 'B';
+            inputs[slot] = array;
+            input_names[slot] = names[i];
+            is_exact[slot] = role == 'A' || role == 'B';
         }
     }
     for (int i = 0; i < 2; i++) {
+        if (is_exact[i] && check_shape(operation, input_names[i], inputs[i], out->ndim,
+                                       out->shape) < 0) {
+            return NULL;
+        }
         if (inputs[i] != NULL &&
             map_check(operation, out_name, out, input_names[i], inputs[i]) < 0) {
             return NULL;
@@ -214,19 +222,19 @@ run_elementwise(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
     }
 
 ELEMENTWISE(abs_t, abs, "ao", 2, "a", "out")
-ELEMENTWISE(add_into_if, add_if, "aob", 3, "a", "out", "cond")
+ELEMENTWISE(add_into_if, add_if, "AoB", 3, "a", "out", "cond")
 ELEMENTWISE(add_mv, add, "abo", 3, "m", "v", "out")
 ELEMENTWISE(add_st, add_scalar, "sao", 3, "s", "t", "out")
 ELEMENTWISE(add_tt, add, "abo", 3, "a", "b", "out")
 ELEMENTWISE(clip_t, clip, "asto", 4, "a", "a_min", "a_max", "out")
 ELEMENTWISE(copy_to, copy, "ao", 2, "src", "dest")
-ELEMENTWISE(copy_to_if, copy_if, "aob", 3, "src", "dest", "cond")
+ELEMENTWISE(copy_to_if, copy_if, "AoB", 3, "src", "dest", "cond")
 ELEMENTWISE(divide_mv, divide, "abo", 3, "m", "v", "out")
 ELEMENTWISE(divide_tt, divide, "abo", 3, "a", "b", "out")
 ELEMENTWISE(el, el, "ao", 2, "x", "y")
 ELEMENTWISE(el_deriv, el_deriv, "-abo", 4, "x", "y", "dy", "dx")
 ELEMENTWISE(fill, fill, "os", 2, "mem", "val")
-ELEMENTWISE(fill_if, fill_if, "osa", 3, "mem", "val", "cond")
+ELEMENTWISE(fill_if, fill_if, "osA", 3, "mem", "val", "cond")
 ELEMENTWISE(log_t, log, "ao", 2, "a", "out")
 ELEMENTWISE(modulo_tt, modulo, "abo", 3, "a", "b", "out")
 ELEMENTWISE(mult_add_mv, mult_add, "abo", 3, "m", "v", "out")
@@ -237,21 +245,20 @@ ELEMENTWISE(mult_st, mult_scalar, "sao", 3, "s", "t", "out")
 ELEMENTWISE(mult_tt, mult, "abo", 3, "a", "b", "out")
 ELEMENTWISE(rel, rel, "ao", 2, "x", "y")
 ELEMENTWISE(rel_deriv, rel_deriv, "-abo", 4, "x", "y", "dy", "dx")
-ELEMENTWISE(sigmoid, sigmoid, "ao", 2, "x", "y")
+ELEMENTWISE(sigmoid, sigmoid, "Ao", 2, "x", "y")
 ELEMENTWISE(sigmoid_deriv, sigmoid_deriv, "-abo", 4, "x", "y", "dy", "dx")
 ELEMENTWISE(sign_t, sign, "ao", 2, "a", "out")
 ELEMENTWISE(sqrt_t, sqrt, "ao", 2, "a", "out")
 ELEMENTWISE(subtract_mv, subtract, "abo", 3, "m", "v", "out")
-ELEMENTWISE(subtract_tt, subtract, "abo", 3, "a", "b", "out")
+ELEMENTWISE(subtract_tt, subtract, "ABo", 3, "a", "b", "out")
 ELEMENTWISE(tanh, tanh, "ao", 2, "x", "y")
 ELEMENTWISE(tanh_deriv, tanh_deriv, "-abo", 4, "x", "y", "dy", "dx")
 
 /* What the docstrings have in common; each adds its formula. */
 #define FLOATS \
-    "\n\nAll arrays are float32 DeviceArrays of this handler; inputs broadcast to " \
-    "the " \
-    "output\nas in NumPy, which may be one of them. Raises TypeError or ValueError " \
-    "naming the\nargument otherwise."
+    "\n\nAll arrays are float32 DeviceArrays; inputs broadcast to the output where " \
+    "NumpyHandler's do,\nand may be the output itself. Raises TypeError or " \
+    "ValueError naming the argument\notherwise."
 
 #define ENTRY(name, arguments, formula) \
     {#name, FASTCALL(do_##name), \
