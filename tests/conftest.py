@@ -213,6 +213,7 @@ def live_objects():
 @pytest.fixture
 def nothing_left(request, driver):
     """After the test there is no thread, driver object or memory that it has made."""
+    gc.collect()
     before = live_objects()
     yield
     if request.node.stash.get(HAS_FAILED, False):
