@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 import textwrap
 
 import numpy as np
@@ -543,3 +544,35 @@ def test_programs_with_a_handler_end_quietly(ending, cuda):
     """
     done = run_program(textwrap.dedent(body) + textwrap.dedent(ENDINGS[ending]))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_reading_lets_go_of_what_earlier_copies_held(cuda):
+    array, source = cuda.zeros((4,)), cuda.pagelocked_empty((4,))
+    source[:] = 3
+    held = weakref.ref(source)
+    cuda.set_from_numpy_async(array, source, cuda.stream)
+    del source
+    assert (array.get() == 3).all()
+    gc.collect()
+    assert held() is None
+    assert dbuf.live_objects()["in_flight"] == 0
+
+
+def test_a_closed_compute_stream_is_refused_by_name(kernels):
+    handler = dbuf.CudaHandler(seed=1)
+    array, other = handler.ones((3,)), handler.ones((1, 1))
+    handler.stream.close()
+    for attempt in (
+        lambda: handler.add_tt(array, array, array),
+        lambda: handler.zeros((2,)),
+        lambda: array.get(),
+        lambda: array.__dlpack__(),
+        lambda: handler.dot_mm(
+            array.reshape((1, 3)), array.reshape((3, 1)), other
+        ),
+    ):
+        with pytest.raises(ValueError, match="closed"):
+            attempt()
+    del handler, array, other, attempt
+    gc.collect()
+    assert (dbuf.CudaHandler(seed=1).ones((2,)).get() == 1).all()

@@ -515,6 +515,12 @@ typedef struct {
     Ledger ledger;
 } StreamObject;
 
+/* Begin a call. Return 0, or -1 with an error set: closed, or no usable driver. */
+int stream_enter(ModuleState *state, StreamObject *self);
+
+/* End a call; the last one after close() destroys. Keeps the current exception. */
+void stream_leave(StreamObject *self);
+
 /* A resolved `stream` argument. */
 typedef struct {
     CUstream handle;

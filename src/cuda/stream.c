@@ -51,8 +51,7 @@ stream_destroy(StreamObject *self, const char **call)
     return status;
 }
 
-/* Begin a call. Return 0, or -1 with an error set: closed, or no usable driver. */
-static inline int
+int
 stream_enter(ModuleState *state, StreamObject *self)
 {
     if (driver_ready(state) < 0) {
@@ -65,8 +64,7 @@ stream_enter(ModuleState *state, StreamObject *self)
     return 0;
 }
 
-/* End a call; the last one after close() destroys. Keeps the current exception. */
-static inline void
+void
 stream_leave(StreamObject *self)
 {
     if (guard_leave(&self->guard)) {

@@ -158,29 +158,31 @@ make_handle(EngineObject *engine, int tf32, void **handle, const char **call)
     return status;
 }
 
-int
-blas_ready(EngineObject *engine)
+/* Memory for cuBLAS to work in, if there is none yet. Return 0, or -1 with an error
+ * set. */
+static int
+take_workspace(EngineObject *engine)
 {
-    const int tf32 = engine->tf32;
-    if (engine->blas[tf32] != NULL) {
+    if (engine->blas_memory != NULL) {
         return 0;
     }
-    if (driver_ready(engine->state) < 0 ||
-        (!blas.is_open && open_blas(engine->state) < 0)) {
+    Block *block = pool_take(engine, WORKSPACE_BYTES);
+    if (block == NULL) {
         return -1;
     }
     if (engine->blas_memory == NULL) {
-        Block *block = pool_take(engine, WORKSPACE_BYTES);
-        if (block == NULL) {
-            return -1;
-        }
-        if (engine->blas_memory == NULL) {
-            engine->blas_memory = block;
-        }
-        else { /* another thread was quicker */
-            pool_give(engine, block);
-        }
+        engine->blas_memory = block;
     }
+    else { /* another thread was quicker */
+        pool_give(engine, block);
+    }
+    return 0;
+}
+
+/* Give the engine its handle of one precision. Return 0, or -1 with an error set. */
+static int
+set_up(EngineObject *engine, int tf32)
+{
     void *handle = NULL;
     const char *call = NULL;
     Status made = 0;
@@ -196,18 +198,37 @@ blas_ready(EngineObject *engine)
                     blas_status_name(made), "cuBLAS could not be set up");
         return -1;
     }
-    engine->tf32 = tf32; /* another thread may have made a call meanwhile */
-    if (engine->blas[tf32] != NULL) { /* it was quicker */
-        Py_BEGIN_ALLOW_THREADS
-        if (scope_enter(&scope, engine->context->handle) == CUDA_SUCCESS) {
-            (void)blas.Destroy_v2(handle);
-            scope_leave(&scope);
-        }
-        Py_END_ALLOW_THREADS
+    if (engine->blas[tf32] == NULL) {
+        engine->blas[tf32] = handle;
         return 0;
     }
-    engine->blas[tf32] = handle;
+    Py_BEGIN_ALLOW_THREADS /* another thread was quicker */
+    if (scope_enter(&scope, engine->context->handle) == CUDA_SUCCESS) {
+        (void)blas.Destroy_v2(handle);
+        scope_leave(&scope);
+    }
+    Py_END_ALLOW_THREADS
     return 0;
+}
+
+int
+blas_ready(EngineObject *engine)
+{
+    const int tf32 = engine->tf32;
+    if (engine->blas[tf32] != NULL) {
+        return 0;
+    }
+    if (stream_enter(engine->state, engine->stream) < 0) {
+        return -1;
+    }
+    int result = -1;
+    if ((blas.is_open || open_blas(engine->state) == 0) &&
+        take_workspace(engine) == 0) {
+        result = set_up(engine, tf32);
+    }
+    stream_leave(engine->stream);
+    engine->tf32 = tf32; /* another thread may have made a call meanwhile */
+    return result;
 }
 
 void

@@ -182,7 +182,9 @@ give_up(EngineObject *self, const char **call)
     CUresult status = CUDA_SUCCESS, first;
     Scope scope = {0};
     *call = "cuStreamSynchronize";
-    if (self->stream != NULL && driver_usable()) {
+    /* A closed stream was waited for. */
+    if (self->stream != NULL && !guard_is_closed(&self->stream->guard) &&
+        driver_usable()) {
         Py_BEGIN_ALLOW_THREADS
         IN_CONTEXT(scope, self->context->handle, status,
                    driver.StreamSynchronize(self->stream->handle));

@@ -52,6 +52,10 @@ order(EngineObject *engine, CUstream worker, CUstream waiter)
     const char *call = "cuEventCreate";
     CUresult status;
     Scope scope;
+    if (guard_is_closed(&engine->stream->guard)) {
+        raise_closed("Stream");
+        return -1;
+    }
     status = scope_enter(&scope, engine->context->handle);
     if (status == CUDA_SUCCESS) {
         status = driver.EventCreate(&event, CU_EVENT_DISABLE_TIMING);

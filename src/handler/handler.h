@@ -175,6 +175,8 @@ typedef struct {
     EngineObject *engine; /* borrowed */
     const char *name;     /* of the operation, for errors */
     int tf32;             /* products may round their factors to TF32 */
+    int has_waited;       /* for the compute stream, since op_begin */
+    uint64_t copies;      /* of the binding's in the stream's ledger at op_begin */
     Scope scope;
     int begun;
     PyThreadState *thread;              /* not NULL: the GIL is released */
@@ -185,7 +187,8 @@ typedef struct {
     int count;
 } Op;
 
-/* Start: the driver must be usable. Return 0, or -1 with an error set (no op_end). */
+/* Start; the compute stream stays open until op_end. Return 0, or -1 with an error set:
+ * no usable driver, or the stream was closed (no op_end then). */
 int op_init(Op *op, EngineObject *engine, const char *name);
 
 /* Device memory until op_end, at least 256-byte aligned; GIL held, before op_begin.

@@ -13,12 +13,10 @@ filled(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwname
         return NULL;
     }
     int ndim = shape_argument(signature->function, given, shape);
+    ArrayObject *array = ndim < 0 ? NULL : array_new(engine, ndim, shape, 0);
     Op op;
-    if (ndim < 0 || op_init(&op, engine, signature->function) < 0) {
-        return NULL;
-    }
-    ArrayObject *array = array_new(engine, ndim, shape, 0);
-    if (array == NULL) {
+    if (array == NULL || op_init(&op, engine, signature->function) < 0) {
+        Py_XDECREF(array);
         return NULL;
     }
     op_begin(&op, 0);

@@ -4,7 +4,7 @@
 int
 op_init(Op *op, EngineObject *engine, const char *name)
 {
-    if (driver_ready(engine->state) < 0) {
+    if (stream_enter(engine->state, engine->stream) < 0) {
         return -1;
     }
     *op = (Op){.engine = engine, .name = name, .tf32 = engine->tf32};
@@ -30,6 +30,7 @@ op_temporary(Op *op, size_t nbytes)
 void
 op_begin(Op *op, int is_long)
 {
+    op->copies = op->engine->stream->ledger.tail;
     if (is_long || op->engine->queued >= QUEUE_DEEP) {
         op->thread = PyEval_SaveThread();
     }
@@ -132,6 +133,7 @@ op_wait(Op *op)
     note(op, driver.StreamSynchronize(op->engine->stream->handle),
          "cuStreamSynchronize");
     op->engine->queued = 0;
+    op->has_waited = 1;
 }
 
 PyObject *
@@ -144,9 +146,13 @@ op_end(Op *op)
     if (op->thread != NULL) {
         PyEval_RestoreThread(op->thread);
     }
+    if (op->has_waited && op->status == CUDA_SUCCESS) {
+        ledger_settle(&engine->stream->ledger, op->copies);
+    }
     for (int i = 0; i < op->count; i++) {
         pool_give(engine, op->temporaries[i]);
     }
+    stream_leave(engine->stream);
     if (!op->begun) {
         return NULL; /* op_temporary has set the error */
     }
