@@ -62,8 +62,10 @@ gpu-test: gpu-build
 	$(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real $(PYTHON) -m pytest $(GPU_TESTS)
 
 # Errors that the driver reports to its caller, as some tests want, are not the checker's.
+# Nor does it trace the host: it would hold on to Python's frames, with all that is in
+# them, and the tests that look for what is left would find it.
 SANITIZE = $(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real BRAINSTORM_DBUF_TEST_EXAMPLES=5 \
-	compute-sanitizer --error-exitcode 9 --require-cuda-init=no
+	compute-sanitizer --error-exitcode 9 --require-cuda-init=no --show-backtrace device
 
 gpu-memcheck: gpu-build
 	$(SANITIZE) --tool memcheck --report-api-errors no \

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import brainstorm
@@ -77,8 +78,15 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
             super().train(net, training_data_iter, **named_data_iters)
             return
         with Feed(net.handler, depth, stats=self.feed_stats) as feed:
-            train = _with_feeder(brainstorm.Trainer.train, feed.run_network)
-            train(self, net, training_data_iter, **named_data_iters)
+            last: list[Generator[int, None, None]] = []
+            train = _with_feeder(brainstorm.Trainer.train, feed.run_network, last)
+            try:
+                train(self, net, training_data_iter, **named_data_iters)
+            finally:
+                # Not left to the loop, which would drop it: an interrupt that comes
+                # while a generator is dropped is lost.
+                for epoch in last:
+                    epoch.close()
 
 
 def run_network(
@@ -99,18 +107,26 @@ def run_network(
 
 
 def _with_feeder(
-    train: types.FunctionType, feeder: Callable[..., Iterator[int]]
+    train: types.FunctionType,
+    feeder: Callable[..., Generator[int, None, None]],
+    last: list[Generator[int, None, None]],
 ) -> types.FunctionType:
     """Return brainstorm's own training loop with another ``run_network`` in it.
 
     Its module knows the feeder by a global name. A function over the same code and
-    its own copy of these names leaves the module, and every other trainer, as is.
+    its own copy of these names leaves the module, and every other trainer, as is. What
+    the loop iterates over is left in ``last``.
     """
 
-    def checked(net: Any, iterator: Iterable[Any], all_inputs: bool = True) -> Any:
+    def run_network(net: Any, iterator: Iterable[Any], all_inputs: bool = True) -> Any:
+        last[:] = [checked(feeder(net, iterator, all_inputs))]
+        return last[0]
+
+    def checked(numbers: Generator[int, None, None]) -> Any:
         number = None
-        for number in feeder(net, iterator, all_inputs):
-            yield number
+        with contextlib.closing(numbers):
+            for number in numbers:
+                yield number
         if number is None:
             raise AssertionError(
                 "the data iterator yielded no minibatch: there is nothing to train on"
@@ -118,7 +134,7 @@ def _with_feeder(
 
     return types.FunctionType(
         train.__code__,
-        {**train.__globals__, "run_network": checked},
+        {**train.__globals__, "run_network": run_network},
         train.__name__,
         train.__defaults__,
         train.__closure__,

@@ -49,6 +49,8 @@ def device_array(values, dtype="float32"):
     array = np.ascontiguousarray(values, dtype)
     memory = _cuda.mem_alloc(array.nbytes)
     _cuda.memcpy_htod(memory, array)
+    # From ordinary memory it may still be on its way, and a stream need not wait for it.
+    _cuda.Context.current().synchronize()
     return memory
 
 
