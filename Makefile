@@ -25,6 +25,7 @@ test: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python bench/small_batches.py
+	$(BIN)/python bench/ragged.py
 
 $(VENV)/installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

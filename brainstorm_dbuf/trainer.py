@@ -13,6 +13,7 @@ from brainstorm.data_iterators import DataIterator
 from .feed import Feed, check_depth
 from .prefetch import Prefetch
 from .randomness import shared_random_draws
+from .resizing import quick_resizing
 from .stats import FeedStats
 
 
@@ -77,7 +78,10 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
             self.feed_stats.note_fallback(reason)
             super().train(net, training_data_iter, **named_data_iters)
             return
-        with Feed(net.handler, depth, stats=self.feed_stats) as feed:
+        with (
+            Feed(net.handler, depth, stats=self.feed_stats) as feed,
+            quick_resizing(net),
+        ):
             last: list[Generator[int, None, None]] = []
             train = _with_feeder(brainstorm.Trainer.train, feed.run_network, last)
             try:
@@ -102,7 +106,7 @@ def run_network(
         iterator: minibatches, dicts of arrays of shape (T, B, ...).
         all_inputs: whether every input of the network must be in each of them.
     """
-    with Feed(net.handler) as feed:
+    with Feed(net.handler) as feed, quick_resizing(net):
         yield from feed.run_network(net, iterator, all_inputs)
 
 
