@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import numpy as np
 import pytest
@@ -420,4 +421,5 @@ def test_ten_thousand_updates_leave_the_devices_memory_as_it_was(name, cuda):
     gc.collect()
     cuda.stream.synchronize()
     assert live_objects() == held
-    assert _cuda.mem_get_info(cuda.context)[0] >= free - (2 << 20)
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # which use the same device
+        assert _cuda.mem_get_info(cuda.context)[0] >= free - (2 << 20)
