@@ -106,8 +106,10 @@ class BuildWithKernels(build_ext):
             elif os.environ.get("BRAINSTORM_DBUF_WERROR"):
                 raise SystemExit(f"brainstorm-dbuf: CudaHandler's kernels: {wrong}")
             else:
-                print(f"brainstorm-dbuf: built without CudaHandler: {wrong}",
-                      file=sys.stderr)
+                print(
+                    f"brainstorm-dbuf: built without CudaHandler: {wrong}",
+                    file=sys.stderr,
+                )
         super().build_extension(ext)
 
 
@@ -120,8 +122,10 @@ def extension(name: str, folders: list[str], include_dirs: list[str]) -> Extensi
         sources=sorted(c for folder in folders for c in glob(f"src/{folder}/*.c")),
         depends=sorted(glob("src/*/*.h")),
         include_dirs=[f"src/{folders[0]}", numpy.get_include(), *include_dirs],
-        define_macros=[("NPY_NO_DEPRECATED_API", "NPY_1_24_API_VERSION"),
-                       ("NPY_TARGET_VERSION", "NPY_1_24_API_VERSION")],
+        define_macros=[
+            ("NPY_NO_DEPRECATED_API", "NPY_1_24_API_VERSION"),
+            ("NPY_TARGET_VERSION", "NPY_1_24_API_VERSION"),
+        ],
         extra_compile_args=flags,
         # dlopen and pthread_atfork live in libraries of their own before glibc 2.34.
         libraries=["dl", "pthread"],

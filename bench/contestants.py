@@ -45,9 +45,7 @@ class Contestant:
     def takes(self, network: ExampleNetwork) -> bool:
         return True
 
-    def set_up(
-        self, network: ExampleNetwork, updates: int
-    ) -> tuple[int, float] | None:
+    def set_up(self, network: ExampleNetwork, updates: int) -> tuple[int, float] | None:
         """Return the number of parameters and the seconds of an update, warmed up.
 
         None if the contestant has nothing to add for this network.
@@ -97,7 +95,9 @@ class Brainstorm(Contestant):
         import brainstorm_dbuf
         import numpy
 
-        text = f"brainstorm_dbuf {brainstorm_dbuf.__version__}, NumPy {numpy.__version__}"
+        text = (
+            f"brainstorm_dbuf {brainstorm_dbuf.__version__}, NumPy {numpy.__version__}"
+        )
         if self.kind == "pycuda":
             import pycuda
             import skcuda

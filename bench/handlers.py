@@ -188,9 +188,7 @@ def present(players: list[Player], failures: Failures) -> list[Player]:
     return found
 
 
-def compare(
-    players: list[Player], network: ExampleNetwork, failures: Failures
-) -> None:
+def compare(players: list[Player], network: ExampleNetwork, failures: Failures) -> None:
     """Check that CudaHandler learns what NumpyHandler learns."""
     for player in players:
         if not player.name.startswith("cuda"):
@@ -272,7 +270,9 @@ def print_rows(
     rows: dict[str, Any], precision: str, network: ExampleNetwork, failures: Failures
 ) -> None:
     peers = [name for name in rows if name.startswith("torch")]
-    peer = min(peers, key=lambda name: statistics.median(rows[name]["ms"]), default=None)
+    peer = min(
+        peers, key=lambda name: statistics.median(rows[name]["ms"]), default=None
+    )
     for name, row in rows.items():
         times = row["ms"]
         text = (
@@ -312,7 +312,9 @@ def profile(
             failures.add(f"profile of {network.name}, {player.name}: {text_of(error)}")
             continue
         print(f"\n{network.name}, {player.name}, by operation (means of an update; the")
-        print("host's time includes waiting for the loss, the device's does not read it)")
+        print(
+            "host's time includes waiting for the loss, the device's does not read it)"
+        )
         print(table(answer))
         result[player.name]["profile"] = {
             name: vars(op) for name, op in answer.ops.items()

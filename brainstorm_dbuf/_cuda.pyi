@@ -473,3 +473,6 @@ def memset_d16_async(
 def memset_d32_async(
     dest: _DeviceEnd, value: int, count: SupportsIndex, stream: _AnyStream = None
 ) -> None: ...
+def stage(
+    dest: NDArray[Any], src: NDArray[Any], threads: SupportsIndex = 0
+) -> None: ...

@@ -84,7 +84,7 @@ class HostSlot:
         if needed > self._block.nbytes:
             self._block = np.empty(needed, np.uint8)
         for place in self._places:
-            np.copyto(self._view(place), arrays[place.name], casting="unsafe")
+            _cuda.stage(self._view(place), arrays[place.name])
 
     def hand_over(self, fronts: Mapping[str, np.ndarray]) -> None:
         """Copy the inputs named in ``fronts`` into those arrays of the network."""
@@ -174,7 +174,7 @@ class DeviceSlot:
                 view = np.ndarray(
                     place.shape, self._dtype, self._staging, place.offset
                 )
-                np.copyto(view, arrays[place.name], casting="unsafe")
+                _cuda.stage(view, arrays[place.name])
             _cuda.memcpy_htod_async(
                 self._memory, self._staging[:staged_end], stream
             )

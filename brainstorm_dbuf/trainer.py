@@ -76,7 +76,8 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
         )
         if reason is not None:
             self.feed_stats.note_fallback(reason)
-            super().train(net, training_data_iter, **named_data_iters)
+            with quick_resizing(net):
+                super().train(net, training_data_iter, **named_data_iters)
             return
         with (
             Feed(net.handler, depth, stats=self.feed_stats) as feed,

@@ -18,6 +18,9 @@ COMPILER = "nvidia-cuda-nvcc>=13"
 # The headers of cuRAND's device functions, which smaller toolkits leave out.
 RANDOM_HEADERS = "nvidia-curand>=10.4"
 
+# Where a toolkit is usually installed.
+TOOLKIT = Path("/usr/local/cuda")
+
 
 def toolkit_nvcc() -> Path | None:
     """Return the nvcc of a CUDA toolkit on this machine, None if there is none."""
@@ -26,7 +29,7 @@ def toolkit_nvcc() -> Path | None:
         for variable in ("CUDA_HOME", "CUDA_PATH")
         if os.environ.get(variable)
     ]
-    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    candidates.append(TOOLKIT / "bin" / "nvcc")
     on_path = shutil.which("nvcc")
     candidates += [Path(on_path)] if on_path else []
     return next((path for path in candidates if path.is_file()), None)

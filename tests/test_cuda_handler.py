@@ -567,9 +567,7 @@ def test_a_closed_compute_stream_is_refused_by_name(kernels):
         lambda: handler.zeros((2,)),
         lambda: array.get(),
         lambda: array.__dlpack__(),
-        lambda: handler.dot_mm(
-            array.reshape((1, 3)), array.reshape((3, 1)), other
-        ),
+        lambda: handler.dot_mm(array.reshape((1, 3)), array.reshape((3, 1)), other),
     ):
         with pytest.raises(ValueError, match="closed"):
             attempt()

@@ -86,7 +86,8 @@ module_exec(PyObject *module)
     ModuleState *state = module_state(module);
     PyMethodDef *functions[] = {module_functions,        device_functions,
                                 device_memory_functions, pagelocked_functions,
-                                copy_functions,          memset_functions};
+                                copy_functions,          memset_functions,
+                                stage_functions};
     if (PyArray_ImportNumPyAPI() < 0 || add_errors(module, state) < 0) {
         return -1;
     }
