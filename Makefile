@@ -26,6 +26,7 @@ test: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python bench/small_batches.py
 	$(BIN)/python bench/ragged.py
+	$(BIN)/python bench/staging.py
 
 $(VENV)/installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -75,7 +76,8 @@ gpu-memcheck: gpu-build
 		$(PYTHON) -m pytest -p no:cacheprovider --timeout 300 $(KERNEL_TESTS)
 
 gpu-bench: gpu-build
-	status=0; for bench in driver_calls small_batches large_batches handlers; do \
+	status=0; for bench in driver_calls small_batches large_batches handlers \
+		ragged staging; do \
 		$(GPU_ENV) $(PYTHON) bench/$$bench.py || status=1; done; exit $$status
 
 clean:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# setuptools warns where distutils was imported before it.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
 BACKEND = Path(__file__).resolve().parent.parent / "build_backend" / "with_nvcc.py"
 COMPILER, HEADERS = "nvidia-cuda-nvcc", "nvidia-curand"
 
