@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
+import types
 from pathlib import Path
 
 import pytest
-
-# setuptools warns where distutils was imported before it.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 BACKEND = Path(__file__).resolve().parent.parent / "build_backend" / "with_nvcc.py"
 COMPILER, HEADERS = "nvidia-cuda-nvcc", "nvidia-curand"
@@ -16,7 +15,18 @@ COMPILER, HEADERS = "nvidia-cuda-nvcc", "nvidia-curand"
 
 @pytest.fixture
 def backend(monkeypatch, tmp_path):
-    """The backend on a machine that has no toolkit but what a test makes."""
+    """The backend on a machine that has no toolkit but what a test makes.
+
+    Over a stand-in for setuptools, which replaces this process's distutils when it is
+    imported and asks for nothing here.
+    """
+    own = types.ModuleType("setuptools.build_meta")
+    for kind in ("wheel", "editable"):
+        setattr(own, f"get_requires_for_build_{kind}", lambda settings: [])
+    package = types.ModuleType("setuptools")
+    package.build_meta = own
+    monkeypatch.setitem(sys.modules, "setuptools", package)
+    monkeypatch.setitem(sys.modules, "setuptools.build_meta", own)
     spec = importlib.util.spec_from_file_location("with_nvcc", BACKEND)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
