@@ -60,6 +60,38 @@ op_twin(Op *op, ArrayObject *twin, const ArrayObject *array)
 }
 
 int
+packed_init(Packed *packed, Op *op, const ArrayObject *array)
+{
+    *packed = (Packed){.array = array};
+    if (array->size == 0) {
+        return 0;
+    }
+    if (array_is_contiguous(array)) {
+        packed->ptr = array->ptr;
+        return 0;
+    }
+    int status = op_twin(op, &packed->twin, array);
+    packed->ptr = packed->twin.ptr;
+    return status;
+}
+
+void
+packed_load(const Packed *packed, Op *op)
+{
+    if (packed->twin.ptr != 0) {
+        op_map(op, MAP_copy, &packed->twin, packed->array, NULL, 0, 0);
+    }
+}
+
+void
+packed_store(const Packed *packed, Op *op)
+{
+    if (packed->twin.ptr != 0) {
+        op_map(op, MAP_copy, packed->array, &packed->twin, NULL, 0, 0);
+    }
+}
+
+int
 op_rows(Op *op, Rows *rows, const ArrayObject *array)
 {
     const int last = array->ndim - 1;

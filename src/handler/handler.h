@@ -308,6 +308,20 @@ int axes_merge(const ArrayObject *array, int first, int end, Axis *merged);
  * op_map alone. Before op_begin. Return 0, or -1 with an error set (op_end follows). */
 int op_twin(Op *op, ArrayObject *twin, const ArrayObject *array);
 
+/* An array's elements without gaps: where they lie themselves, or in a twin. */
+typedef struct {
+    const ArrayObject *array; /* borrowed */
+    CUdeviceptr ptr;          /* of the array, or of the twin; 0 if it is empty */
+    ArrayObject twin;         /* if twin.ptr is not 0 */
+} Packed;
+
+/* Find the memory, before op_begin. Return 0, or -1 with an error set. */
+int packed_init(Packed *packed, Op *op, const ArrayObject *array);
+
+/* Queue the copy from the array, or back to it, where one is needed. */
+void packed_load(const Packed *packed, Op *op);
+void packed_store(const Packed *packed, Op *op);
+
 /* An array of at least one axis as rows: the last axis, without gaps, and all others as
  * one. Where its strides do not allow that, it is a contiguous twin. */
 typedef struct {

@@ -42,17 +42,4 @@ images_at_once(size_t items)
     return most > 0 ? most : 1;
 }
 
-/* An array's elements without gaps: where they lie themselves, or a copy. */
-typedef struct {
-    const ArrayObject *array; /* borrowed */
-    CUdeviceptr ptr; /* the array's own memory, or a temporary's; 0 if it is empty */
-} Packed;
-
-/* Find the memory, before op_begin. Return 0, or -1 with an error set. */
-int packed_init(Packed *packed, Op *op, const ArrayObject *array);
-
-/* Queue the copy from the array, or back to it, where one is needed. */
-void packed_load(const Packed *packed, Op *op);
-void packed_store(const Packed *packed, Op *op);
-
 #endif

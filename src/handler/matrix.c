@@ -5,8 +5,7 @@
 
 /* A matrix as cuBLAS takes it: rows at a distance of `lead` elements. */
 typedef struct {
-    const ArrayObject *array;
-    ArrayObject packed; /* a contiguous copy, if packed.ptr is not 0 */
+    Packed packed; /* not packed where its rows lie at a distance that suits */
     CUdeviceptr ptr;
     size_t lead;
 } Matrix;
@@ -17,27 +16,18 @@ static int
 as_matrix(Op *op, const ArrayObject *array, Matrix *matrix)
 {
     Py_ssize_t rows = array->shape[0], columns = array->shape[1];
-    *matrix = (Matrix){.array = array, .ptr = array->ptr, .lead = (size_t)columns};
+    int status = 0;
+    *matrix = (Matrix){.packed = {.array = array, .ptr = array->ptr}};
+    matrix->lead = (size_t)columns;
     if ((columns == 1 || array->strides[1] == 1) &&
         (rows == 1 || array->strides[0] >= columns)) {
         matrix->lead = (size_t)(rows == 1 ? columns : array->strides[0]);
-        return 0;
     }
-    matrix->ptr = op_temporary(op, (size_t)array->size * 4);
-    matrix->packed = (ArrayObject){.ptr = matrix->ptr,
-                                   .ndim = 2,
-                                   .size = array->size,
-                                   .shape = {rows, columns},
-                                   .strides = {columns, 1}};
-    return matrix->ptr == 0 ? -1 : 0;
-}
-
-static void
-pack(Op *op, const Matrix *matrix)
-{
-    if (matrix->packed.ptr != 0) {
-        op_map(op, MAP_copy, &matrix->packed, matrix->array, NULL, 0, 0);
+    else {
+        status = packed_init(&matrix->packed, op, array);
     }
+    matrix->ptr = matrix->packed.ptr;
+    return status;
 }
 
 /* Check shapes; m, n and k get the sizes of the product. Return 0, or -1. */
@@ -115,16 +105,14 @@ product(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnam
         as_matrix(&op, arrays[2], &out) == 0) {
         op_begin(&op, 0);
         if (m > 0 && n > 0 && k > 0) {
-            pack(&op, &a);
-            pack(&op, &b);
+            packed_load(&a.packed, &op);
+            packed_load(&b.packed, &op);
             if (beta != 0) {
-                pack(&op, &out);
+                packed_load(&out.packed, &op);
             }
             op_product(&op, trans[0], trans[1], (size_t)m, (size_t)n, (size_t)k, a.ptr,
                        a.lead, b.ptr, b.lead, beta, out.ptr, out.lead);
-            if (out.packed.ptr != 0) {
-                op_map(&op, MAP_copy, arrays[2], &out.packed, NULL, 0, 0);
-            }
+            packed_store(&out.packed, &op);
         }
         else if (beta == 0) {
             op_map(&op, MAP_fill, arrays[2], NULL, NULL, 0, 0);

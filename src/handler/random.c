@@ -4,13 +4,11 @@
 
 #include <math.h>
 
-/* A fill in the making: its kernel fills a contiguous array, `out` or a twin of it. */
+/* A fill in the making: its kernel fills a contiguous array, the array or a twin of it.
+ */
 typedef struct {
     Op op;
-    const ArrayObject *out; /* borrowed */
-    int is_twin;
-    ArrayObject twin;
-    CUdeviceptr ptr;
+    Packed out;
     size_t n;
     unsigned long long seed, draw;
 } Fill;
@@ -22,16 +20,10 @@ fill_begin(Fill *fill, CoreObject *core, const char *name, const ArrayObject *ou
     if (op_init(&fill->op, core->engine, name) < 0) {
         return -1;
     }
-    fill->out = out;
-    fill->is_twin = !array_is_contiguous(out);
-    fill->ptr = out->ptr;
     fill->n = (size_t)out->size;
-    if (fill->is_twin) {
-        if (op_twin(&fill->op, &fill->twin, out) < 0) {
-            op_end(&fill->op);
-            return -1;
-        }
-        fill->ptr = fill->twin.ptr;
+    if (packed_init(&fill->out, &fill->op, out) < 0) {
+        op_end(&fill->op);
+        return -1;
     }
     fill->seed = core->seed;
     fill->draw = core->draws++;
@@ -46,9 +38,7 @@ fill_end(Fill *fill, Kernel kernel, void **parameters)
     if (fill->n > 0) {
         op_launch(op, kernel, op_blocks(op, fill->n, 4), BLOCK_THREADS, 0, parameters);
     }
-    if (fill->is_twin) {
-        op_map(op, MAP_copy, fill->out, &fill->twin, NULL, 0, 0);
-    }
+    packed_store(&fill->out, op);
     return op_end(op);
 }
 
@@ -72,7 +62,8 @@ fill_gaussian(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
         return NULL;
     }
     float shift = (float)mean, scale = (float)std;
-    void *parameters[] = {&fill.ptr, &fill.n, &shift, &scale, &fill.seed, &fill.draw};
+    void *parameters[] = {&fill.out.ptr, &fill.n,    &shift,
+                          &scale,        &fill.seed, &fill.draw};
     return fill_end(&fill, KERNEL_gaussian_fill, parameters);
 }
 
@@ -105,7 +96,7 @@ generate_probability_mask(PyObject *self, PyObject *const *args, Py_ssize_t narg
         return NULL;
     }
     unsigned long long threshold = threshold_of(probability);
-    void *parameters[] = {&fill.ptr, &fill.n, &threshold, &fill.seed, &fill.draw};
+    void *parameters[] = {&fill.out.ptr, &fill.n, &threshold, &fill.seed, &fill.draw};
     return fill_end(&fill, KERNEL_probability_mask, parameters);
 }
 

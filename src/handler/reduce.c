@@ -265,8 +265,8 @@ is_fully_finite(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
     static const char *const names[] = {"a", NULL};
     static const Signature signature = {"is_fully_finite", names, 1, 1};
     PyObject *given[1] = {NULL};
-    ArrayObject *a, twin;
-    Axis all;
+    ArrayObject *a;
+    Packed packed;
     Op op;
     int found = 0;
     EngineObject *engine = core_engine(self);
@@ -275,21 +275,18 @@ is_fully_finite(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
         op_init(&op, engine, "is_fully_finite") < 0) {
         return NULL;
     }
-    int is_flat = axes_merge(a, 0, a->ndim, &all) && (all.size <= 1 || all.stride == 1);
-    CUdeviceptr flag = op_temporary(&op, sizeof(found)), ptr = a->ptr;
-    if (flag == 0 || (!is_flat && op_twin(&op, &twin, a) < 0)) {
+    size_t n = (size_t)a->size;
+    CUdeviceptr flag = op_temporary(&op, sizeof(found));
+    if (flag == 0 || packed_init(&packed, &op, a) < 0) {
         return op_end(&op);
     }
     op_begin(&op, 1);
     op_fill_words(&op, flag, 0, 1);
-    if (!is_flat) {
-        op_map(&op, MAP_copy, &twin, a, NULL, 0, 0);
-        ptr = twin.ptr;
-    }
-    if (all.size > 0) {
-        void *parameters[] = {&flag, &ptr, &all.size};
-        op_launch(&op, KERNEL_find_nonfinite, op_blocks(&op, all.size, 16),
-                  BLOCK_THREADS, 0, parameters);
+    packed_load(&packed, &op);
+    if (n > 0) {
+        void *parameters[] = {&flag, &packed.ptr, &n};
+        op_launch(&op, KERNEL_find_nonfinite, op_blocks(&op, n, 16), BLOCK_THREADS, 0,
+                  parameters);
     }
     op_get(&op, &found, flag, sizeof(found));
     PyObject *done = op_end(&op);

@@ -1,29 +1,6 @@
 /* Elements from the device to NumPy and back. Both wait for the compute stream. */
 #include "array.h"
 
-/* Queue the elements of `source` into contiguous memory: its own, or a temporary. 0
- * with an error set if there is none. Before op_begin; pack_queue follows after it. */
-static CUdeviceptr
-pack_place(Op *op, const ArrayObject *array)
-{
-    return array_is_contiguous(array) ? array->ptr
-                                      : op_temporary(op, (size_t)array->size * 4);
-}
-
-/* A contiguous array header over `ptr` with the shape of `array`. */
-static ArrayObject
-packed_like(const ArrayObject *array, CUdeviceptr ptr)
-{
-    ArrayObject packed = {.ptr = ptr, .ndim = array->ndim, .size = array->size};
-    Py_ssize_t stride = 1;
-    for (int i = array->ndim - 1; i >= 0; i--) {
-        packed.shape[i] = array->shape[i];
-        packed.strides[i] = stride;
-        stride *= array->shape[i];
-    }
-    return packed;
-}
-
 PyObject *
 array_to_numpy(ArrayObject *self, const char *operation)
 {
@@ -43,18 +20,15 @@ array_to_numpy(ArrayObject *self, const char *operation)
         goto error;
     }
     int is_small = 0;
-    CUdeviceptr packed = pack_place(&op, self);
-    if (packed != 0) {
+    Packed packed;
+    if (packed_init(&packed, &op, self) == 0) {
         /* A few bytes, such as a loss, arrive sooner in page-locked memory, if no other
          * thread is at it. */
         is_small = nbytes <= SCRATCH_BYTES && !engine->scratch_in_use;
         engine->scratch_in_use |= is_small;
         op_begin(&op, 1);
-        if (packed != self->ptr) {
-            ArrayObject whole = packed_like(self, packed);
-            op_map(&op, MAP_copy, &whole, self, NULL, 0, 0);
-        }
-        op_get(&op, is_small ? engine->scratch : data, packed, nbytes);
+        packed_load(&packed, &op);
+        op_get(&op, is_small ? engine->scratch : data, packed.ptr, nbytes);
         if (is_small && op.status == CUDA_SUCCESS) {
             memcpy(data, engine->scratch, nbytes);
         }
@@ -119,14 +93,11 @@ array_from_numpy(ArrayObject *self, const char *operation, const char *name,
         done = Py_NewRef(Py_None);
     }
     else if (op_init(&op, self->engine, operation) == 0) {
-        CUdeviceptr packed = pack_place(&op, self);
-        if (packed != 0) {
+        Packed packed;
+        if (packed_init(&packed, &op, self) == 0) {
             op_begin(&op, 1);
-            op_set(&op, packed, PyArray_DATA(ready), (size_t)self->size * 4);
-            if (packed != self->ptr) {
-                ArrayObject whole = packed_like(self, packed);
-                op_map(&op, MAP_copy, self, &whole, NULL, 0, 0);
-            }
+            op_set(&op, packed.ptr, PyArray_DATA(ready), (size_t)self->size * 4);
+            packed_store(&packed, &op);
         }
         done = op_end(&op);
     }
