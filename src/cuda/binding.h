@@ -97,10 +97,7 @@
     X(ModuleLoadData, 2000) \
     X(ModuleUnload, 2000) \
     X(ModuleGetFunction, 2000) \
-    X(FuncSetAttribute, 9000) \
-    X(LaunchKernel, 4000) \
-    X(LaunchCooperativeKernel, 9000) \
-    X(OccupancyMaxActiveBlocksPerMultiprocessor, 6050)
+    X(LaunchKernel, 4000)
 
 typedef struct {
 #define X(name, version) PFN_cu##name##_v##version name;

@@ -212,23 +212,17 @@ set_up(EngineObject *engine, int tf32)
 }
 
 int
-blas_ready(EngineObject *engine)
+blas_ready(Op *op, PyObject *core)
 {
-    const int tf32 = engine->tf32;
-    if (engine->blas[tf32] != NULL) {
+    EngineObject *engine = op->engine;
+    op->tf32 = ((CoreObject *)core)->tf32;
+    if (engine->blas[op->tf32] != NULL) {
         return 0;
     }
-    if (stream_enter(engine->state, engine->stream) < 0) {
+    if ((!blas.is_open && open_blas(engine->state) < 0) || take_workspace(engine) < 0) {
         return -1;
     }
-    int result = -1;
-    if ((blas.is_open || open_blas(engine->state) == 0) &&
-        take_workspace(engine) == 0) {
-        result = set_up(engine, tf32);
-    }
-    stream_leave(engine->stream);
-    engine->tf32 = tf32; /* another thread may have made a call meanwhile */
-    return result;
+    return set_up(engine, op->tf32);
 }
 
 void

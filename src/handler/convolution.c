@@ -260,11 +260,11 @@ conv2d_forward_batch(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
     Op op;
     Packed packed_inputs, packed_weights, packed_bias, packed_outputs;
     CUdeviceptr matrix;
-    if ((c.patch > 0 && blas_ready(engine) < 0) ||
-        op_init(&op, engine, c.operation) < 0) {
+    if (op_init(&op, engine, c.operation) < 0) {
         return NULL;
     }
-    if (packed_init(&packed_inputs, &op, c.inputs) < 0 ||
+    if ((c.patch > 0 && blas_ready(&op, self) < 0) ||
+        packed_init(&packed_inputs, &op, c.inputs) < 0 ||
         packed_init(&packed_weights, &op, c.weights) < 0 ||
         packed_init(&packed_bias, &op, bias) < 0 ||
         packed_init(&packed_outputs, &op, c.outputs) < 0 ||
@@ -448,8 +448,7 @@ conv2d_backward_batch(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
     Op op;
     Packed images, weights, to_images, from, to_weights, to_bias;
     Backward b = {0};
-    if ((c.rows > 0 && c.patch > 0 && blas_ready(engine) < 0) ||
-        op_init(&op, engine, c.operation) < 0) {
+    if (op_init(&op, engine, c.operation) < 0) {
         return NULL;
     }
     if (c.rows == 0) { /* no pixel of the outputs: sums of nothing */
@@ -458,7 +457,8 @@ conv2d_backward_batch(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
         op_map(&op, MAP_fill, bias_deltas, NULL, NULL, 0, 0);
         return op_end(&op);
     }
-    if (packed_init(&images, &op, c.inputs) < 0 ||
+    if ((c.patch > 0 && blas_ready(&op, self) < 0) ||
+        packed_init(&images, &op, c.inputs) < 0 ||
         packed_init(&weights, &op, c.weights) < 0 ||
         packed_init(&to_images, &op, in_deltas) < 0 ||
         packed_init(&from, &op, c.outputs) < 0 ||

@@ -11,7 +11,6 @@ core_engine(PyObject *core)
                      Py_TYPE(core)->tp_name);
         return NULL;
     }
-    engine->tf32 = ((CoreObject *)core)->tf32;
     return engine;
 }
 

@@ -10,19 +10,14 @@ static EngineObject *engines;
 static int
 ask_device(EngineObject *self, CUdevice device)
 {
-    int processors = 0, shared = 0;
+    int processors = 0;
     CUresult status = driver.DeviceGetAttribute(
         &processors, CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device);
-    if (status == CUDA_SUCCESS) {
-        status = driver.DeviceGetAttribute(
-            &shared, CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, device);
-    }
     if (status != CUDA_SUCCESS) {
         raise_cuda(self->state, "cuDeviceGetAttribute", status, NULL);
         return -1;
     }
     self->processors = (unsigned int)processors;
-    self->shared_limit = (size_t)shared;
     return 0;
 }
 

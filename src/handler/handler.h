@@ -75,11 +75,8 @@ struct EngineObject {
     void *blas[2];      /* owned: cublasHandle_t for float32, and for TF32; each made at
                            the first product that wants it */
     Block *blas_memory; /* owned: cuBLAS's workspace */
-    int tf32; /* what the handler in whose call we are wants: products may round their
-                 factors to TF32; op_init notes it */
-    EngineObject *next;      /* borrowed: next in the list of all engines */
+    EngineObject *next; /* borrowed: next in the list of all engines */
     unsigned int processors; /* multiprocessors of the device */
-    size_t shared_limit;     /* bytes of shared memory a block may have, opted in */
     unsigned int queued;     /* launches since the stream was last waited for */
     volatile int *fault;     /* owned, page-locked: a kernel's complaint, see Fault */
     void *scratch;           /* owned, page-locked: SCRATCH_BYTES for small reads */
@@ -174,9 +171,9 @@ enum { OP_TEMPORARIES = 12, QUEUE_DEEP = 256, BLOCK_THREADS = 256 };
 typedef struct {
     EngineObject *engine; /* borrowed */
     const char *name;     /* of the operation, for errors */
-    int tf32;             /* products may round their factors to TF32 */
-    int has_waited;       /* for the compute stream, since op_begin */
-    uint64_t copies;      /* of the binding's in the stream's ledger at op_begin */
+    int tf32;        /* products may round their factors to TF32; set by blas_ready */
+    int has_waited;  /* for the compute stream, since op_begin */
+    uint64_t copies; /* of the binding's in the stream's ledger at op_begin */
     Scope scope;
     int begun;
     PyThreadState *thread;              /* not NULL: the GIL is released */
@@ -248,9 +245,8 @@ void op_products(Op *op, int count, int transa, int transb, size_t m, size_t n,
                  size_t ldb, size_t b_distance, float beta, CUdeviceptr out, size_t ldo,
                  size_t out_distance);
 
-/* Queue filling n 4-byte words / copying nbytes on the device. */
+/* Queue filling n 4-byte words. */
 void op_fill_words(Op *op, CUdeviceptr dest, unsigned int word, size_t n);
-void op_copy(Op *op, CUdeviceptr dest, CUdeviceptr source, size_t nbytes);
 
 /* Copy from or to host memory and wait for it, or only wait for the compute stream.
  * op_begin must have been told that it is long. */
@@ -264,9 +260,10 @@ PyObject *op_end(Op *op);
 
 /* ---- cuBLAS (blas.c) ---- */
 
-/* Open cuBLAS and make the engine's handle if that is not done yet. Return 0, or -1
- * with an error set. */
-int blas_ready(EngineObject *engine);
+/* Make products possible in an operation of the handler `core`, with its precision:
+ * open cuBLAS and make the engine's handle if that is not done yet. After op_init,
+ * before op_begin. Return 0, or -1 with an error set (op_end follows). */
+int blas_ready(Op *op, PyObject *core);
 void blas_close(EngineObject *engine);
 const char *blas_status_name(int status);
 
@@ -351,8 +348,7 @@ typedef struct {
     unsigned long long draws; /* how many random operations there were */
 } CoreObject;
 
-/* The engine of a handler, for a call of it; NULL with an error set if it was never
- * initialised. */
+/* The engine of a handler; NULL with an error set if it was never initialised. */
 EngineObject *core_engine(PyObject *core);
 
 extern PyType_Spec Engine_spec, DeviceArray_spec;

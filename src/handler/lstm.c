@@ -200,8 +200,7 @@ load_factors(Op *op, const Lstm *self)
 static int
 plan_forward(Op *op, Lstm *self)
 {
-    if (blas_ready(self->layer.engine) < 0 ||
-        plan_gates(op, self, self->layer.steps) < 0 || plan_factors(op, self) < 0) {
+    if (plan_gates(op, self, self->layer.steps) < 0 || plan_factors(op, self) < 0) {
         return -1;
     }
     if (operand_is_copy(&self->y)) {
@@ -252,7 +251,7 @@ lstm_forward(PyObject *core, PyObject *const *args, Py_ssize_t nargs, PyObject *
             result = Py_NewRef(Py_False);
         }
         else if (op_init(&op, engine, "lstm_forward") == 0) {
-            if (plan_forward(&op, &self) == 0) {
+            if (blas_ready(&op, core) == 0 && plan_forward(&op, &self) == 0) {
                 op_begin(&op, 1);
                 run_forward(&op, &self);
             }
@@ -272,8 +271,7 @@ plan_backward(Op *op, Lstm *self)
     const int aligning = is_aligning(op, self);
     const Matrix dW = {self->gradients[LSTM_Wz], features};
     const Matrix dR = {self->gradients[LSTM_Rz], size};
-    if (blas_ready(layer->engine) < 0 || plan_gates(op, self, layer->steps + 1) < 0 ||
-        plan_factors(op, self) < 0 ||
+    if (plan_gates(op, self, layer->steps + 1) < 0 || plan_factors(op, self) < 0 ||
         operand_plan(op, &self->dx_sum, aligning, self->dx, layer->steps * batch,
                      features) < 0 ||
         operand_plan(op, &self->dW, aligning, dW, LSTM_GATES * size, features) < 0 ||
@@ -413,7 +411,7 @@ lstm_backward(PyObject *core, PyObject *const *args, Py_ssize_t nargs,
             result = Py_NewRef(Py_False);
         }
         else if (op_init(&op, engine, "lstm_backward") == 0) {
-            if (plan_backward(&op, &self) == 0) {
+            if (blas_ready(&op, core) == 0 && plan_backward(&op, &self) == 0) {
                 op_begin(&op, 1);
                 run_backward(&op, &self);
             }

@@ -98,11 +98,11 @@ product(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnam
     }
     Op op;
     Matrix a, b, out;
-    if (blas_ready(engine) < 0 || op_init(&op, engine, operation) < 0) {
+    if (op_init(&op, engine, operation) < 0) {
         return NULL;
     }
-    if (as_matrix(&op, arrays[0], &a) == 0 && as_matrix(&op, arrays[1], &b) == 0 &&
-        as_matrix(&op, arrays[2], &out) == 0) {
+    if (blas_ready(&op, self) == 0 && as_matrix(&op, arrays[0], &a) == 0 &&
+        as_matrix(&op, arrays[1], &b) == 0 && as_matrix(&op, arrays[2], &out) == 0) {
         op_begin(&op, 0);
         if (m > 0 && n > 0 && k > 0) {
             packed_load(&a.packed, &op);

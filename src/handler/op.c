@@ -7,7 +7,7 @@ op_init(Op *op, EngineObject *engine, const char *name)
     if (stream_enter(engine->state, engine->stream) < 0) {
         return -1;
     }
-    *op = (Op){.engine = engine, .name = name, .tf32 = engine->tf32};
+    *op = (Op){.engine = engine, .name = name};
     return 0;
 }
 
@@ -89,17 +89,6 @@ op_fill_words(Op *op, CUdeviceptr dest, unsigned int word, size_t n)
     op->engine->queued++;
     note(op, driver.MemsetD32Async(dest, word, n, op->engine->stream->handle),
          "cuMemsetD32Async");
-}
-
-void
-op_copy(Op *op, CUdeviceptr dest, CUdeviceptr source, size_t nbytes)
-{
-    if (has_failed(op) || nbytes == 0) {
-        return;
-    }
-    op->engine->queued++;
-    note(op, driver.MemcpyDtoDAsync(dest, source, nbytes, op->engine->stream->handle),
-         "cuMemcpyDtoDAsync");
 }
 
 void

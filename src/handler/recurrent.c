@@ -361,7 +361,7 @@ recurrent_forward(PyObject *core, PyObject *const *args, Py_ssize_t nargs,
             result = Py_NewRef(Py_False);
         }
         else if (op_init(&op, engine, "recurrent_forward") == 0) {
-            if (blas_ready(engine) == 0) {
+            if (blas_ready(&op, core) == 0) {
                 op_begin(&op, 1);
                 recurrent_run_forward(&op, &self);
             }
@@ -433,7 +433,7 @@ recurrent_backward(PyObject *core, PyObject *const *args, Py_ssize_t nargs,
             result = Py_NewRef(Py_False);
         }
         else if (op_init(&op, engine, "recurrent_backward") == 0) {
-            if (blas_ready(engine) == 0 && op_plan_sums(&op, &plan, layer, 1) == 0) {
+            if (blas_ready(&op, core) == 0 && op_plan_sums(&op, &plan, layer, 1) == 0) {
                 op_begin(&op, 1);
                 recurrent_run_backward(&op, &self, &plan);
             }

@@ -1,5 +1,5 @@
 /* What every kernel file needs, on nvcc and on a compiler for the CPU, where the tests'
- * stand-in driver runs the same kernels (its header comes first and defines these). */
+ * stand-in driver runs the same kernels (its header comes first and defines it). */
 #ifndef BRAINSTORM_DBUF_KERNELS_COMMON_CUH
 #define BRAINSTORM_DBUF_KERNELS_COMMON_CUH
 
@@ -7,10 +7,7 @@
 #include <stdint.h>
 
 #ifdef __CUDACC__
-#include <cooperative_groups.h>
 #define KERNEL extern "C" __global__ void
-#define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
-#define GRID_SYNC() cooperative_groups::this_grid().sync()
 #endif
 
 /* The first item of this thread, and the distance to its next one, in a loop over all
