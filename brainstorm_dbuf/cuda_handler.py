@@ -46,7 +46,6 @@ class CudaHandler(_cuda.HandlerCore, Handler):
     array_type = _cuda.DeviceArray
     dtype = np.float32
 
-    pagelocked_empty = handler_ops.pagelocked_empty
     set_from_numpy_async = handler_ops.set_from_numpy_async
 
     def __init__(
@@ -65,6 +64,20 @@ class CudaHandler(_cuda.HandlerCore, Handler):
         self.inplace_act_func_deriv["el"] = lambda y, dy: self.el_deriv(y, y, dy, dy)
         self.act_func["el"] = self.el
         self.act_func_deriv["el"] = self.el_deriv
+
+    def pagelocked_empty(self, shape: int | tuple[int, ...]) -> np.ndarray:
+        """Allocate a page-locked host array of float32, arbitrary content.
+
+        Copies between it and the device run asynchronously and at the full rate of the
+        link. No context need be current: it is made in the handler's.
+
+        Args:
+            shape: shape of the array.
+
+        Raises:
+            CudaMemoryError: page-locked memory ran short.
+        """
+        return _cuda.pagelocked_empty(shape, self.dtype, context=self.context)
 
     @property
     def EMPTY(self) -> _cuda.DeviceArray:

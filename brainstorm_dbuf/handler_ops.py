@@ -64,7 +64,7 @@ def set_from_numpy_async(self: Any, mem: Any, arr: np.ndarray, stream: Any) -> N
         arr.dtype == self.dtype and arr.flags.c_contiguous and _cuda.is_pagelocked(arr)
     )
     if not ready:
-        staged = _cuda.pagelocked_empty(arr.shape, self.dtype)
+        staged = self.pagelocked_empty(arr.shape)
         np.copyto(staged, arr, casting="unsafe")
         arr = staged
     # PyCUDA's streams have only a handle.

@@ -8,8 +8,9 @@ import json
 import os
 import subprocess
 import sys
-import weakref
 import textwrap
+import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -574,3 +575,24 @@ def test_a_closed_compute_stream_is_refused_by_name(kernels):
     del handler, array, other, attempt
     gc.collect()
     assert (dbuf.CudaHandler(seed=1).ones((2,)).get() == 1).all()
+
+
+def test_page_locked_memory_needs_no_current_context(cuda):
+    """As in a script, where nobody has made one current."""
+    seen = []
+
+    def script():
+        with pytest.raises(dbuf.CudaError):
+            dbuf.Context.current()
+        array = cuda.zeros((3,))
+        locked = cuda.pagelocked_empty((3,))
+        locked[:] = 2
+        for values in (locked, np.full(3, 5.0)):
+            cuda.set_from_numpy_async(array, values, None)
+            seen.append(array.get().tolist())
+        assert dbuf.is_pagelocked(locked)
+
+    thread = threading.Thread(target=script)
+    thread.start()
+    thread.join()
+    assert seen == [[2, 2, 2], [5, 5, 5]]
