@@ -20,20 +20,29 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 sys.path.insert(0, str(Path(__file__).parent / "build_backend"))
-from with_nvcc import has_random_headers, toolkit_nvcc  # noqa: E402
+from with_nvcc import (  # noqa: E402
+    has_random_headers,
+    toolkit_nvcc,
+    wants_kernels,
+)
 
 HEADERS = ("cuda.h", "cudaTypedefs.h")
-NO_KERNELS = "BRAINSTORM_DBUF_NO_KERNELS"
+
+
+def package_file(package: str, name: str) -> Path | None:
+    """Return a file that an index package has installed, None if it has not."""
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    paths = (Path(file.locate()) for file in files if file.name == name)
+    return next((path for path in paths if path.is_file()), None)
 
 
 def cuda_include_dir() -> str:
     """Return the folder with cuda.h: the index package's, else the toolkit's."""
-    candidates = []
-    try:
-        files = importlib.metadata.files("nvidia-cuda-runtime") or []
-        candidates += [Path(f.locate()).parent for f in files if f.name == "cuda.h"]
-    except importlib.metadata.PackageNotFoundError:
-        pass
+    header = package_file("nvidia-cuda-runtime", "cuda.h")
+    candidates = [] if header is None else [header.parent]
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         if os.environ.get(variable):
             candidates.append(Path(os.environ[variable]) / "include")
@@ -47,16 +56,6 @@ def cuda_include_dir() -> str:
         + ". Install the package nvidia-cuda-runtime, or set CUDA_HOME to a CUDA "
         "toolkit (12 or newer). Only headers are needed, no GPU and no driver."
     )
-
-
-def package_file(package: str, name: str) -> Path | None:
-    """Return a file that an index package has installed, None if it has not."""
-    try:
-        files = importlib.metadata.files(package) or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    paths = (Path(file.locate()) for file in files if file.name == name)
-    return next((path for path in paths if path.is_file()), None)
 
 
 def random_headers(folder: Path) -> list[str]:
@@ -97,7 +96,7 @@ class BuildWithKernels(build_ext):
     """build_ext that makes the kernels' image first and hands it to _cuda."""
 
     def build_extension(self, ext: Extension) -> None:
-        if ext.name.endswith("._cuda") and not os.environ.get(NO_KERNELS):
+        if ext.name.endswith("._cuda") and wants_kernels():
             image = Path(self.build_temp).resolve() / "kernels.fatbin"
             wrong = compile_kernels(image)
             if wrong is None:

@@ -40,8 +40,13 @@ def has_random_headers(nvcc: Path) -> bool:
     return (nvcc.resolve().parent.parent / "include" / "curand_kernel.h").is_file()
 
 
+def wants_kernels() -> bool:
+    """Say whether CudaHandler's kernels are to be built."""
+    return not os.environ.get("BRAINSTORM_DBUF_NO_KERNELS")
+
+
 def _more() -> list[str]:
-    if os.environ.get("BRAINSTORM_DBUF_NO_KERNELS"):
+    if not wants_kernels():
         return []
     nvcc = toolkit_nvcc()
     if nvcc is None:
