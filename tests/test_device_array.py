@@ -429,6 +429,7 @@ def test_the_bindings_copies_take_it(cuda):
     dbuf.memcpy_dtoh(back, device)
     assert_same_bits(back, host)
     dbuf.memcpy_htod(device, host + 1)
+    cuda.context.synchronize()  # the handler's stream waits for no NULL stream
     assert_same_bits(device.get(), host + 1)
     with pytest.raises((ValueError, TypeError)):
         dbuf.memcpy_dtoh(back[:, :2].copy(), device[:, :2])
@@ -438,6 +439,7 @@ def test_memory_of_another_library_is_used_where_it_lies(cuda):
     with cuda.context:
         memory = dbuf.mem_alloc(48)
         dbuf.memcpy_htod(memory, np.arange(12, dtype=np.float32))
+        cuda.context.synchronize()  # the handler's stream waits for no NULL stream
     array = cuda.as_array(Interface(memory, (3, 4)))
     assert type(array) is cuda.array_type and array.ptr == int(memory)
     np.testing.assert_array_equal(array.get(), np.arange(12.0).reshape(3, 4))
