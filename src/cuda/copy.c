@@ -443,9 +443,9 @@ PyMethodDef copy_functions[] = {
          "memcpy_htod($module, /, dest, src)\n--\n\n"
          "Copy all of src (C-contiguous host memory) to the device.\n\n"
          "On the NULL stream; src may be changed when the call returns. From pageable "
-         "memory the last of it may reach the device later, which a non-blocking stream "
-         "does not wait for (CUDA Driver API, API synchronization behavior): "
-         "synchronize first, or use memcpy_htod_async on that stream.\n\n"
+         "memory the\nlast of it may reach the device later, which a non-blocking "
+         "stream does not wait for (CUDA\nDriver API, API synchronization behavior): "
+         "synchronize first, or use memcpy_htod_async.\n\n"
          "Raises ValueError if dest is smaller or src not C-contiguous, TypeError "
          "for objects and foreign byte order.")},
     {"memcpy_htod_async", FASTCALL(memcpy_htod_async),
