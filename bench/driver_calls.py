@@ -43,8 +43,16 @@ def main() -> int:
     for name in ("floor_event_record", "floor_wait_event", "floor_memcpy_htod_async"):
         getattr(floor, name).restype = ctypes.c_double
 
-    def entry(name):
-        return ctypes.cast(getattr(cuda, name), ctypes.c_void_p)
+    def entry(name, version):
+        """Return the driver's entry point, asked for as the binding asks."""
+        found = ctypes.c_void_p()
+        flags, status = ctypes.c_uint64(0), ctypes.c_int()
+        cuda.cuGetProcAddress_v2(
+            name.encode(), ctypes.byref(found), version, flags, ctypes.byref(status)
+        )
+        if not found.value:
+            raise RuntimeError(f"the driver has no {name}")
+        return found
 
     with dbuf.Context.primary(0) as context:
         stream = dbuf.Stream(context)
@@ -56,19 +64,19 @@ def main() -> int:
         calls = {
             "event record": (
                 lambda: floor.floor_event_record(
-                    entry("cuEventRecord"), event_handle, handle, BURST
+                    entry("cuEventRecord", 2000), event_handle, handle, BURST
                 ),
                 "record(stream)",
             ),
             "wait event": (
                 lambda: floor.floor_wait_event(
-                    entry("cuStreamWaitEvent"), handle, event_handle, BURST
+                    entry("cuStreamWaitEvent", 3020), handle, event_handle, BURST
                 ),
                 "wait_event(event)",
             ),
             "memcpy_htod_async 64 KiB": (
                 lambda: floor.floor_memcpy_htod_async(
-                    entry("cuMemcpyHtoDAsync_v2"),
+                    entry("cuMemcpyHtoDAsync", 3020),
                     ctypes.c_ulonglong(int(memory)),
                     ctypes.c_void_p(source.ctypes.data),
                     ctypes.c_size_t(COPY_BYTES),
