@@ -21,7 +21,12 @@ from typing import Any
 import numpy as np
 
 from . import _cuda
-from .back_buffers import DeviceSlot, HostSlot
+from .back_buffers import DeviceSlot, HostSlot, Place
+from .held_memory import HeldMemory
+
+
+# No wider than float32, and all numbers of them exact or rounded once.
+_NARROW = frozenset(map(np.dtype, ("?", "i1", "u1", "i2", "u2", "i4", "u4", "f2")))
 
 
 class HostAccess:
@@ -36,7 +41,10 @@ class HostAccess:
         self.context: AbstractContextManager[Any] = nullcontext()
         self.running: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def new_slot(self) -> HostSlot:
+    # What minibatches are cast from where the handler computes.
+    unpacks: frozenset[np.dtype] = frozenset()
+
+    def new_slot(self, held: None = None, lends: bool = False) -> HostSlot:
         return HostSlot(self)
 
     def is_own_array(self, array: Any) -> bool:
@@ -59,6 +67,10 @@ class CudaAccess:
         wrap: ``wrap(owner, offset, shape)`` returns an array of that class at the
             address ``int(owner) + offset`` and keeps ``owner`` alive.
         running: makes a context manager that is open during each pass.
+        unpacks: dtypes that the handler casts to its own on the device.
+        unpack: ``unpack(array, address, place)`` queues on the compute stream how an
+            array of the handler's becomes what lies at the address: numbers of one of
+            these dtypes, or indices of one-hot rows.
     """
 
     # A copy to a back buffer is queued and runs by itself, whichever thread queued it;
@@ -74,8 +86,12 @@ class CudaAccess:
         address: Callable[[Any], int],
         wrap: Callable[[Any, int, tuple[int, ...]], Any],
         running: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        unpacks: frozenset[np.dtype] = frozenset(),
+        unpack: Callable[[Any, int, Place], None] | None = None,
     ) -> None:
         self.dtype = np.dtype(dtype)
+        self.unpacks = unpacks
+        self.unpack = unpack
         self.context = context
         self.compute_stream = compute_stream
         self.copy_stream = _cuda.Stream(context)
@@ -84,8 +100,10 @@ class CudaAccess:
         self._address = address
         self.running = running
 
-    def new_slot(self) -> DeviceSlot:
-        return DeviceSlot(self)
+    def new_slot(
+        self, held: HeldMemory | None = None, lends: bool = False
+    ) -> DeviceSlot:
+        return DeviceSlot(self, held, lends)
 
     def is_own_array(self, array: Any) -> bool:
         """Say whether ``array`` lies on the device already."""
@@ -196,6 +214,12 @@ def cuda_access(handler: Any) -> CudaAccess:
     def wrap(owner: Any, offset: int, shape: tuple[int, ...]) -> Any:
         return handler.wrap(owner, int(owner) + offset, shape)
 
+    def unpack(array: Any, address: int, place: Place) -> None:
+        if place.is_one_hot:
+            handler.one_hot(array, address)
+        else:
+            handler.widen(array, address, place.dtype)
+
     return CudaAccess(
         handler.dtype,
         handler.context,
@@ -203,6 +227,8 @@ def cuda_access(handler: Any) -> CudaAccess:
         handler.array_type,
         lambda array: array.ptr,
         wrap,
+        unpacks=_NARROW,
+        unpack=unpack,
     )
 
 

@@ -6,7 +6,8 @@ grows only when a larger minibatch comes than ever before. There are two kinds:
 * :class:`HostSlot`, for a handler whose arrays are NumPy's: one block of memory.
 * :class:`DeviceSlot`, for a handler whose arrays lie on a CUDA device: a page-locked
   block that minibatches are gathered and cast into, and a device block that it is
-  copied to.
+  copied to. What lies in page-locked memory already is copied from there. Narrow
+  numbers cross the link as they are, where the handler can widen them on the device.
 
 Ownership and order. A slot belongs to one thread at a time: whoever claimed it fills
 it, then passes it on with the minibatch; the trainer hands its contents over to the
@@ -18,6 +19,7 @@ been taken and the next minibatch may come).
 from __future__ import annotations
 
 import functools
+import math
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -26,6 +28,8 @@ from typing import Any
 import numpy as np
 
 from . import _cuda
+from .held_memory import HeldMemory, Region
+from .one_hot import OneHotIndices
 
 # Every input starts on a boundary that suits vector loads and the copy engine.
 ALIGNMENT = 256
@@ -34,29 +38,50 @@ ALIGNMENT = 256
 DIRECT_COPY_MIN_BYTES = 64 * 1024
 
 
+# Above, an input's copy begins while it is still being staged; below, all inputs
+# together are one copy.
+PIPELINE_MIN_BYTES = 4 << 20
+
+
 class Place:
-    """Where one input lies within a slot."""
+    """Where one input lies within a slot, and as what.
 
-    __slots__ = ("name", "offset", "shape", "nbytes")
+    Attributes:
+        shape: of the input as the network takes it.
+        dtype: of what lies there: the handler's own, or what the handler makes it from.
+        is_one_hot: whether there is one index for each row of ``shape[-1]`` features.
+        offset: in bytes, from the start of the slot's block.
+    """
 
-    def __init__(self, name: str, offset: int, shape: tuple[int, ...], nbytes: int):
+    __slots__ = ("name", "shape", "dtype", "is_one_hot", "nbytes", "offset")
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        is_one_hot: bool = False,
+    ) -> None:
         self.name = name
-        self.offset = offset
         self.shape = shape
-        self.nbytes = nbytes
+        self.dtype = dtype
+        self.is_one_hot = is_one_hot
+        self.nbytes = math.prod(self.held_shape) * dtype.itemsize
+        self.offset = 0
+
+    @property
+    def held_shape(self) -> tuple[int, ...]:
+        """The shape of what lies there."""
+        return (*self.shape[:-1], 1) if self.is_one_hot else self.shape
 
 
-def lay_out(
-    arrays: Iterable[tuple[str, np.ndarray]], itemsize: int, start: int = 0
-) -> tuple[list[Place], int]:
-    """Place arrays one after another; return the places and the end in bytes."""
-    places = []
+def lay_out(places: Iterable[Place], start: int = 0) -> int:
+    """Put places one after another; return the end in bytes."""
     end = start
-    for name, array in arrays:
-        nbytes = array.size * itemsize
-        places.append(Place(name, end, array.shape, nbytes))
-        end += -(-nbytes // ALIGNMENT) * ALIGNMENT
-    return places, end
+    for place in places:
+        place.offset = end
+        end += -(-place.nbytes // ALIGNMENT) * ALIGNMENT
+    return end
 
 
 class HostSlot:
@@ -66,7 +91,7 @@ class HostSlot:
         self._dtype = access.dtype
         self._block = np.empty(0, np.uint8)
         self._places: list[Place] = []
-        self.direct = False
+        self.direct = self.source_in_use = False
         # What the last `fill` spent on getting memory, in seconds.
         self.reserve_seconds = 0.0
 
@@ -80,7 +105,10 @@ class HostSlot:
         Raises:
             MemoryError: a larger block was needed and could not be had.
         """
-        self._places, needed = lay_out(arrays.items(), self._dtype.itemsize)
+        self._places = [
+            Place(name, array.shape, self._dtype) for name, array in arrays.items()
+        ]
+        needed = lay_out(self._places)
         if needed > self._block.nbytes:
             self._block = np.empty(needed, np.uint8)
         for place in self._places:
@@ -118,10 +146,20 @@ class HostSlot:
 
 
 class DeviceSlot:
-    """A minibatch on its way to the device, and there."""
+    """A minibatch on its way to the device, and there.
 
-    def __init__(self, access: Any) -> None:
+    Args:
+        access: how to reach the handler's arrays.
+        held: the memory that the iterators hold, if it may be page-locked in place.
+        lends: whether the slot is lent as arrays; then it has room for them.
+    """
+
+    def __init__(
+        self, access: Any, held: HeldMemory | None = None, lends: bool = False
+    ) -> None:
         self._access = access
+        self._held = held
+        self._lends = lends
         self._dtype = access.dtype
         # Owned. The page-locked block may be dropped while a copy out of it is in
         # flight (the copy holds it); freeing device memory waits for the device.
@@ -132,8 +170,12 @@ class DeviceSlot:
         self._copied = _cuda.Event(access.context, blocking_sync=True)
         self._consumed = _cuda.Event(access.context)
         self._places: list[Place] = []
-        # True while `fill` has queued copies straight from the user's own arrays.
+        # Where inputs that the handler has to unpack lie when they are lent.
+        self._unpacked: dict[str, Place] = {}
+        # Whether `fill` has queued copies straight from the user's own arrays, and
+        # whether their owner may use those again.
         self.direct = False
+        self.source_in_use = False
         # What the last `fill` spent on getting memory, in seconds.
         self.reserve_seconds = 0.0
 
@@ -146,41 +188,57 @@ class DeviceSlot:
     def page_locked_nbytes(self) -> int:
         return 0 if self._staging is None else self._staging.nbytes
 
-    def fill(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Gather and cast ``arrays`` into page-locked memory and queue their copy.
+    def fill(self, arrays: Mapping[str, np.ndarray | OneHotIndices]) -> None:
+        """Bring ``arrays`` to the device: queue their copies, staged where need be.
 
         Arrays that are page-locked already and need no cast are copied straight from
-        where they lie; then ``direct`` is true, and their owner must not change them
-        before :meth:`wait_copied` returns.
+        where they lie. If ``source_in_use`` is true afterwards, their owner must not
+        change them before :meth:`wait_copied` returns.
 
         Raises:
             CudaMemoryError: page-locked or device memory ran short.
         """
-        direct = [item for item in arrays.items() if self._lies_ready(item[1])]
-        taken = {name for name, _ in direct}
-        staged = [item for item in arrays.items() if item[0] not in taken]
-        staged_places, staged_end = lay_out(staged, self._dtype.itemsize)
-        direct_places, end = lay_out(direct, self._dtype.itemsize, staged_end)
+        self.reserve_seconds = 0.0
+        self.direct = self.source_in_use = False
+        sources, small, large, direct = {}, [], [], []
+        for name, array in arrays.items():
+            place, source = self._place(name, array)
+            sources[name] = source
+            if self._lies_ready(source, place):
+                direct.append(place)
+            elif place.nbytes < PIPELINE_MIN_BYTES:
+                small.append(place)
+            else:
+                large.append(place)
+        small_end = lay_out(small)
+        staged_end = lay_out(large, small_end)
+        end = lay_out(direct, staged_end)
+        self._places = [*small, *large, *direct]
+        if self._lends:
+            self._unpacked = {
+                place.name: Place(place.name, place.shape, self._dtype)
+                for place in self._places
+                if place.dtype != self._dtype
+            }
+            end = lay_out(self._unpacked.values(), end)
         self._reserve(staged_end, end)
-        self._places = staged_places + direct_places
-        self.direct = bool(direct)
 
         stream = self._access.copy_stream
         if self._consumed.recorded:
             stream.wait_event(self._consumed)
         if staged_end:
             self._wait_staging_is_free()
-            for place in staged_places:
-                view = np.ndarray(
-                    place.shape, self._dtype, self._staging, place.offset
-                )
-                _cuda.stage(view, arrays[place.name])
-            _cuda.memcpy_htod_async(
-                self._memory, self._staging[:staged_end], stream
+        if small_end:
+            for place in small:
+                _cuda.stage(self._staged(place), sources[place.name])
+            _cuda.memcpy_htod_async(self._memory, self._staging[:small_end], stream)
+        for place in large:
+            _cuda.stage_htod_async(
+                self._address(place), sources[place.name], self._staged(place), stream
             )
-        for place in direct_places:
-            _cuda.memcpy_htod_async(
-                int(self._memory) + place.offset, arrays[place.name], stream
+        for place in direct:
+            _cuda.memcpy_htod_rows_async(
+                self._address(place), sources[place.name], stream
             )
         self._copied.record(stream)
 
@@ -194,10 +252,12 @@ class DeviceSlot:
         compute.wait_event(self._copied)
         for place in self._places:
             front = fronts.get(place.name)
-            if front is not None and place.nbytes:
-                self._access.copy_to_front(
-                    front, int(self._memory) + place.offset, place.nbytes
-                )
+            if front is None or not place.nbytes:
+                continue
+            if place.dtype == self._dtype:
+                self._access.copy_to_front(front, self._address(place), place.nbytes)
+            else:
+                self._access.unpack(front, self._address(place), place)
         self._consumed.record(compute)
 
     def lend(self) -> dict[str, Any]:
@@ -207,10 +267,14 @@ class DeviceSlot:
         """
         self._access.compute_stream.wait_event(self._copied)
         self._loan = _Loan(self._memory)
-        return {
-            place.name: self._access.wrap(self._loan, place.offset, place.shape)
-            for place in self._places
-        }
+        arrays = {}
+        for place in self._places:
+            lent = self._unpacked.get(place.name, place)
+            array = self._access.wrap(self._loan, lent.offset, lent.shape)
+            if lent is not place and place.nbytes:
+                self._access.unpack(array, self._address(place), place)
+            arrays[place.name] = array
+        return arrays
 
     def take_back(self) -> None:
         """End :meth:`lend`: what was queued until now still reads this minibatch."""
@@ -224,9 +288,12 @@ class DeviceSlot:
         self.wait_copied()
         arrays = {}
         for place in self._places:
-            array = arrays[place.name] = np.empty(place.shape, self._dtype)
+            array = np.empty(place.held_shape, place.dtype)
             if place.nbytes:
-                _cuda.memcpy_dtoh(array, int(self._memory) + place.offset)
+                _cuda.memcpy_dtoh(array, self._address(place))
+            if place.is_one_hot:
+                array = OneHotIndices(array, place.shape[-1]).expand()
+            arrays[place.name] = array.astype(self._dtype, copy=False)
         return arrays
 
     def wait_copied(self) -> None:
@@ -237,13 +304,44 @@ class DeviceSlot:
     # Waiting here is rare: the slot was used a whole ring of minibatches ago.
     _wait_staging_is_free = wait_copied
 
-    def _lies_ready(self, array: np.ndarray) -> bool:
-        return (
-            array.nbytes >= DIRECT_COPY_MIN_BYTES
-            and array.dtype == self._dtype
-            and array.flags.c_contiguous
-            and _cuda.is_pagelocked(array)
-        )
+    def _place(
+        self, name: str, array: np.ndarray | OneHotIndices
+    ) -> tuple[Place, np.ndarray]:
+        """Return as what an input crosses the link, and the array that it comes from."""
+        if isinstance(array, OneHotIndices):
+            return Place(name, array.shape, array.indices.dtype, True), array.indices
+        crosses_as_it_is = array.dtype in self._access.unpacks
+        dtype = array.dtype if crosses_as_it_is else self._dtype
+        return Place(name, array.shape, dtype), array
+
+    def _address(self, place: Place) -> int:
+        return int(self._memory) + place.offset
+
+    def _staged(self, place: Place) -> np.ndarray:
+        return np.ndarray(place.held_shape, place.dtype, self._staging, place.offset)
+
+    def _lies_ready(self, array: np.ndarray, place: Place) -> bool:
+        """Say whether an array can be copied from where it lies."""
+        if (
+            array.nbytes < DIRECT_COPY_MIN_BYTES
+            or array.dtype != place.dtype
+            or not _cuda.has_rows(array)
+        ):
+            return False
+        region = self._held and self._held.find(array)
+        if region is None or not self._lock(region):
+            if not _cuda.is_pagelocked(array):
+                return False
+        self.direct = True
+        if region is None or not region.lies_still:
+            self.source_in_use = True
+        return True
+
+    def _lock(self, region: Region) -> bool:
+        started = time.perf_counter()
+        locked = self._held.lock(region)
+        self.reserve_seconds += time.perf_counter() - started
+        return locked
 
     def _reserve(self, staging_bytes: int, device_bytes: int) -> None:
         """Make room; a larger block replaces one that is too small.
@@ -251,7 +349,6 @@ class DeviceSlot:
         The old one goes first, so the two never exist side by side. What is queued is
         safe: freeing memory waits for the device.
         """
-        self.reserve_seconds = 0.0
         if staging_bytes <= self.page_locked_nbytes and device_bytes <= self.nbytes:
             return
         started = time.perf_counter()
@@ -267,7 +364,7 @@ class DeviceSlot:
         if device_bytes > self.nbytes:
             self._memory = None
             self._memory = _cuda.mem_alloc(device_bytes, context)
-        self.reserve_seconds = time.perf_counter() - started
+        self.reserve_seconds += time.perf_counter() - started
 
 
 class _Loan:

@@ -38,8 +38,9 @@ from typing import Any
 
 import numpy as np
 
-from . import switching
+from . import held_memory, one_hot, switching
 from .access import access_for
+from .held_memory import HeldMemory
 from .input_layer import Batch, DoubleBufferedInput
 from .stats import FeedStats, FeedWarning
 
@@ -69,6 +70,8 @@ class Feed:
         lends: the minibatches are lent as arrays (see :meth:`lend`) instead of handed
             over, so one more back buffer is needed: the one that is lent.
         stats: counts to go on with; new ones if None.
+        page_lock_limit: the largest share of the machine's memory that data of the
+            iterators may be page-locked in, where they lie.
 
     Attributes:
         works: whether this kind of handler can be double-buffered; where it cannot, a
@@ -85,6 +88,7 @@ class Feed:
         depth: int = 2,
         lends: bool = False,
         stats: FeedStats | None = None,
+        page_lock_limit: float = held_memory.DEFAULT_LIMIT,
     ) -> None:
         self.ahead = max(1, check_depth(depth) - 1)
         self.stats = FeedStats() if stats is None else stats
@@ -100,8 +104,18 @@ class Feed:
                 "double-buffered: minibatches take brainstorm's own path"
             )
             return
+        self._held = (
+            HeldMemory(
+                self._access.context,
+                self._access.copy_stream,
+                page_lock_limit,
+                self.stats,
+            )
+            if self._access.queues_copies
+            else None
+        )
         self.input_layer = DoubleBufferedInput(
-            handler, self._access, depth + lends, self.stats
+            handler, self._access, depth + lends, self.stats, self._held, lends
         )
 
     def __enter__(self) -> Feed:
@@ -123,7 +137,24 @@ class Feed:
         for open_pass in list(self._open):
             open_pass.close(interrupted)
         self.input_layer.close()
+        if self._held is not None:
+            self._held.close()
         access.close()
+
+    def minibatches(
+        self, source: Any, iterator: Iterable[Any] | None = None
+    ) -> Iterable[Any]:
+        """Return the minibatches of a data iterator as this feed takes them best.
+
+        Args:
+            source: the data iterator.
+            iterator: what calling it has returned, if it was called.
+        """
+        if self._held is not None:
+            self._held.hold(source)
+        if self._access.unpacks and one_hot.can_stay_indices(source):
+            return one_hot.unexpanded(source, self.handler)
+        return source(self.handler) if iterator is None else iterator
 
     def running(self) -> AbstractContextManager[Any]:
         """Return the context in which the handler's steps run during a pass."""
@@ -395,7 +426,7 @@ class Pass:
         staging = time.perf_counter() - fetched
         if batch.slot is not None:
             staging -= batch.slot.reserve_seconds
-            if batch.slot.direct:
+            if batch.slot.source_in_use:
                 self._in_flight = batch.slot
         self._feed.note_preparation(batch, fetched - started, staging, self._is_first)
         self._is_first = False

@@ -19,7 +19,9 @@ from typing import Any
 from . import minibatch
 from .access import CudaAccess, HostAccess, is_contiguous
 from .back_buffers import DeviceSlot, HostSlot
+from .held_memory import HeldMemory
 from .minibatch import Kind
+from .one_hot import OneHotIndices, expanded
 from .stats import FeedStats
 
 
@@ -49,6 +51,8 @@ class DoubleBufferedInput:
         access: how to reach the handler's arrays.
         slots: how many back buffers there may be.
         stats: where bytes and fallbacks are counted.
+        held: the memory that the iterators hold, if it may be page-locked in place.
+        lends: whether minibatches are lent as arrays.
     """
 
     def __init__(
@@ -57,8 +61,12 @@ class DoubleBufferedInput:
         access: HostAccess | CudaAccess,
         slots: int,
         stats: FeedStats,
+        held: HeldMemory | None = None,
+        lends: bool = False,
     ) -> None:
         self._handler = handler
+        self._held = held
+        self._lends = lends
         self._access = access
         self._stats = stats
         # Minibatches mostly come as the one before: what was found out about that one
@@ -101,7 +109,12 @@ class DoubleBufferedInput:
         """
         seen = minibatch.signature(data)
         known_names, known_seen, kind = self._known
-        if kind is None or seen is None or seen != known_seen or names is not known_names:
+        if (
+            kind is None
+            or seen is None
+            or seen != known_seen
+            or names is not known_names
+        ):
             kind, arrays = self._look_at(data, names)
             if seen is not None:
                 self._known = (names, seen, kind)
@@ -135,7 +148,7 @@ class DoubleBufferedInput:
             if self._access.is_own_array(array):
                 on_device = True
                 self._check_device_array(name, array)
-            else:
+            elif not isinstance(array, OneHotIndices):
                 array = minibatch.as_numbers(name, array, self._access.dtype)
             arrays[name] = array
         shapes = {name: tuple(array.shape) for name, array in arrays.items()}
@@ -164,7 +177,7 @@ class DoubleBufferedInput:
                 return None
             self._slots += 1
         try:
-            return self._access.new_slot()
+            return self._access.new_slot(self._held, self._lends)
         except BaseException:
             with self._lock:
                 self._slots -= 1
@@ -181,7 +194,9 @@ class DoubleBufferedInput:
             if left
             else "minibatches now take brainstorm's own path, nothing is prefetched"
         )
-        self._stats.note_fallback(f"memory for a back buffer ran short ({error}): {what}")
+        self._stats.note_fallback(
+            f"memory for a back buffer ran short ({error}): {what}"
+        )
 
     # -------------------------------- at the step -------------------------------- #
 
@@ -209,7 +224,7 @@ class DoubleBufferedInput:
             self.give_back(slot)
             slot = None
         if slot is None:
-            net.provide_external_data(data, all_inputs=all_inputs)
+            net.provide_external_data(expanded(data), all_inputs=all_inputs)
             return
         net.buffer = net._buffer_manager.resize(kind.time_size, kind.batch_size)
         fronts = net.buffer.Input.outputs
@@ -218,7 +233,7 @@ class DoubleBufferedInput:
 
     def lend(self, batch: Batch) -> dict[str, Any]:
         """Return the minibatch as a dict of the handler's own arrays."""
-        return dict(batch.data) if batch.slot is None else batch.slot.lend()
+        return expanded(batch.data) if batch.slot is None else batch.slot.lend()
 
     def take_back(self, batch: Batch) -> None:
         """End :meth:`lend` and give the slot back."""

@@ -8,6 +8,7 @@ from typing import Any
 from brainstorm.data_iterators import DataIterator
 
 from .feed import Feed, check_depth
+from .held_memory import DEFAULT_LIMIT, check_limit
 from .stats import FeedStats
 
 
@@ -27,6 +28,9 @@ class Prefetch(DataIterator):
         iterator: the data iterator to run ahead.
         depth: number of back buffers; ``depth - 1`` minibatches are prepared ahead
             (with 1, one).
+        page_lock_limit: the largest share of the machine's memory, from 0 to 1, that
+            data which ``iterator`` holds may be page-locked in, where they lie; 0 for
+            none.
 
     Attributes:
         iter: ``iterator``.
@@ -34,16 +38,24 @@ class Prefetch(DataIterator):
         stats: a :class:`FeedStats`, what was done.
 
     Raises:
-        ValueError, TypeError: ``depth`` is not a positive integer.
+        ValueError, TypeError: ``depth`` is not a positive integer, or
+            ``page_lock_limit`` not from 0 to 1.
     """
 
     __undescribed__ = {"stats", "_idle"}
+    __default_values__ = {"page_lock_limit": DEFAULT_LIMIT}
 
-    def __init__(self, iterator: DataIterator, depth: int = 2) -> None:
+    def __init__(
+        self,
+        iterator: DataIterator,
+        depth: int = 2,
+        page_lock_limit: float = DEFAULT_LIMIT,
+    ) -> None:
         # The base class would draw a seed from brainstorm's global random state, and
         # every later draw of the program would differ. This class draws nothing.
         self.iter = iterator
         self.depth = check_depth(depth)
+        self.page_lock_limit = check_limit(page_lock_limit)
         self.data_shapes = iterator.data_shapes
         self.length = iterator.length
         self.__init_from_description__({})
@@ -60,7 +72,7 @@ class Prefetch(DataIterator):
         feed = self._take(handler)
         try:
             if feed.works:
-                yield from feed.lend(self.iter(handler))
+                yield from feed.lend(feed.minibatches(self.iter))
             else:
                 yield from self.iter(handler)
         except BaseException as error:
@@ -87,7 +99,13 @@ class Prefetch(DataIterator):
             return feed
         if feed is not None:
             feed.close()
-        return Feed(handler, self.depth, lends=True, stats=self.stats)
+        return Feed(
+            handler,
+            self.depth,
+            lends=True,
+            stats=self.stats,
+            page_lock_limit=self.page_lock_limit,
+        )
 
     def _keep(self, feed: Feed) -> None:
         if self._idle is None:

@@ -22,9 +22,12 @@ class FeedStats:
         direct: those of them that were copied straight from page-locked arrays.
         workers: threads started.
         page_locked_bytes: the most page-locked memory held by one back buffer.
+        page_locked_in_place: the most memory of the iterator's own that was page-locked
+            where it lies, in bytes.
         back_buffer_bytes: the most memory held by one back buffer (on the device, where
             the handler computes there).
         fallbacks: what was done instead of double buffering, and why.
+        notes: what else a user may want to know.
     """
 
     batches: int = 0
@@ -32,8 +35,10 @@ class FeedStats:
     direct: int = 0
     workers: int = 0
     page_locked_bytes: int = 0
+    page_locked_in_place: int = 0
     back_buffer_bytes: int = 0
     fallbacks: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def note_staged(self, slot: Any) -> None:
         self.direct += slot.direct
@@ -41,6 +46,11 @@ class FeedStats:
         self.page_locked_bytes = max(
             self.page_locked_bytes, getattr(slot, "page_locked_nbytes", 0)
         )
+
+    def note(self, what: str) -> None:
+        """Remember, once."""
+        if what not in self.notes:
+            self.notes.append(what)
 
     def note_fallback(self, reason: str) -> None:
         """Remember and warn, once a reason."""

@@ -11,6 +11,7 @@ import brainstorm
 from brainstorm.data_iterators import DataIterator
 
 from .feed import Feed, check_depth
+from .held_memory import DEFAULT_LIMIT, check_limit
 from .prefetch import Prefetch
 from .randomness import shared_random_draws
 from .resizing import quick_resizing
@@ -29,16 +30,24 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
         double_buffering: whether to prepare minibatches ahead.
         depth: number of back buffers; ``depth - 1`` minibatches are prepared ahead
             (with 1, one).
+        page_lock_limit: the largest share of the machine's memory, from 0 to 1, that
+            data which the iterator holds may be page-locked in, where they lie; 0 for
+            none.
 
     Attributes:
         feed_stats: a :class:`FeedStats`, what the last :meth:`train` did.
 
     Raises:
-        ValueError, TypeError: ``depth`` is not a positive integer.
+        ValueError, TypeError: ``depth`` is not a positive integer, or
+            ``page_lock_limit`` not from 0 to 1.
     """
 
     __undescribed__ = {"feed_stats": None}
-    __default_values__ = {"double_buffering": True, "depth": 2}
+    __default_values__ = {
+        "double_buffering": True,
+        "depth": 2,
+        "page_lock_limit": DEFAULT_LIMIT,
+    }
 
     def __init__(
         self,
@@ -46,10 +55,12 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
         verbose: bool = True,
         double_buffering: bool = True,
         depth: int = 2,
+        page_lock_limit: float = DEFAULT_LIMIT,
     ) -> None:
         super().__init__(stepper, verbose)
         self.double_buffering = double_buffering
         self.depth = check_depth(depth)
+        self.page_lock_limit = check_limit(page_lock_limit)
         self.feed_stats: FeedStats | None = None
 
     def train(
@@ -65,26 +76,33 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
         if not self.double_buffering:
             super().train(net, training_data_iter, **named_data_iters)
             return
-        depth = self.depth
+        depth, limit = self.depth, self.page_lock_limit
         if isinstance(training_data_iter, Prefetch):
             depth = training_data_iter.depth
+            limit = training_data_iter.page_lock_limit
             training_data_iter = training_data_iter.iter
         self.feed_stats = FeedStats()
         iterators = {**named_data_iters, "training_data_iter": training_data_iter}
-        reason = shared_random_draws(
-            training_data_iter, self.hooks.values(), iterators
-        )
+        reason = shared_random_draws(training_data_iter, self.hooks.values(), iterators)
         if reason is not None:
             self.feed_stats.note_fallback(reason)
             with quick_resizing(net):
                 super().train(net, training_data_iter, **named_data_iters)
             return
         with (
-            Feed(net.handler, depth, stats=self.feed_stats) as feed,
+            Feed(
+                net.handler, depth, stats=self.feed_stats, page_lock_limit=limit
+            ) as feed,
             quick_resizing(net),
         ):
+
+            def feeder(net: Any, iterator: Iterable[Any], all_inputs: bool) -> Any:
+                if feed.works and net.handler is feed.handler:
+                    iterator = feed.minibatches(training_data_iter, iterator)
+                return feed.run_network(net, iterator, all_inputs)
+
             last: list[Generator[int, None, None]] = []
-            train = _with_feeder(brainstorm.Trainer.train, feed.run_network, last)
+            train = _with_feeder(brainstorm.Trainer.train, feeder, last)
             try:
                 train(self, net, training_data_iter, **named_data_iters)
             finally:

@@ -249,6 +249,8 @@ READY = {
     "page-locked": lambda: pinned(large(5)),
     "a part of a page-locked array": lambda: pinned([large(0), large(5)])[1],
     "registered": lambda: dbuf.register_host_memory(large(5)),
+    "every second sample": lambda: pinned(np.full((1, 4, LARGE), 5))[:, ::2],
+    "some samples of a sequence": lambda: pinned(np.full((2, 5, LARGE), 5))[:, 1:3],
     "page-locked by somebody else": (
         lambda: foreign_view(pinned(large(5))).reshape(1, 2, LARGE)
     ),
@@ -261,7 +263,10 @@ NOT_READY = {
     "Fortran order": lambda: dbuf.pagelocked_empty(
         (1, 2, LARGE), np.float32, order="F"
     ),
-    "every second": lambda: pinned(np.full((1, 4, LARGE), 5))[:, ::2],
+    "every second": lambda: pinned(np.full((1, 2, 2 * LARGE), 5))[..., ::2],
+    "a few bytes of each row": (
+        lambda: pinned(np.full((2, LARGE, 10), 5))[..., :3]
+    ),
     "backwards": lambda: pinned(large(5))[:, ::-1],
     "half of it ordinary": lambda: foreign_view(
         pinned(np.full((1, 2, LARGE), 5))
@@ -434,8 +439,10 @@ def test_a_slot_has_the_size_of_its_largest_minibatch(sizes, access):
 
 
 def test_inputs_lie_side_by_side_on_their_boundaries():
-    arrays = {"a": np.empty((1, 3)), "b": np.empty((0, 3)), "c": np.empty((5, 100))}
-    places, end = back_buffers.lay_out(arrays.items(), 4)
+    shapes = {"a": (1, 3), "b": (0, 3), "c": (5, 100)}
+    dtype = np.dtype(np.float32)
+    places = [back_buffers.Place(name, shape, dtype) for name, shape in shapes.items()]
+    end = back_buffers.lay_out(places)
     assert [(p.name, p.offset, p.nbytes) for p in places] == [
         ("a", 0, 12),
         ("b", 256, 0),

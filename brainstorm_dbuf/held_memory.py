@@ -1,0 +1,305 @@
+"""Memory that data iterators hold: page-locked where it lies, once for a whole training.
+
+A copy to the device from page-locked memory runs by itself at the rate of the link. The
+minibatches of an iterator that holds its arrays are slices of them, so page-locking the
+arrays once (25 GB/s) makes every slice ready to be copied, without a byte moved by the
+host. It is done when the first slice of an array comes that could be copied as it is:
+arrays that some wrapper casts or changes are left alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import functools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from . import _cuda
+from .stats import FeedStats
+
+DEFAULT_LIMIT = 0.5
+
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@functools.singledispatch
+def held_arrays(iterator: Any) -> list[np.ndarray]:
+    """Return the arrays whose slices ``iterator`` yields; none for what is not known.
+
+    Another package's iterator is made known by ``held_arrays.register(ItsIterator)``.
+    """
+    return []
+
+
+@functools.cache
+def _brainstorms_iterators() -> frozenset[type]:
+    """Make brainstorm's iterators known; return those that leave arrays alone.
+
+    Exactly these never write into the arrays that they pass on (Flip does, and what a
+    subclass does is not known).
+    """
+    from brainstorm import data_iterators as them
+
+    for holder in (them.Minibatches, them.Undivided):
+        held_arrays.register(holder, _arrays_of)
+    return frozenset(
+        {
+            them.AddGaussianNoise,
+            them.Minibatches,
+            them.MultiHot,
+            them.OneHot,
+            them.Pad,
+            them.RandomCrop,
+            them.Undivided,
+        }
+    )
+
+
+def _arrays_of(iterator: Any) -> list[np.ndarray]:
+    return [array for array in iterator.data.values() if isinstance(array, np.ndarray)]
+
+
+class Region:
+    """One piece of memory with held arrays in it.
+
+    Attributes:
+        low, high: addresses of its first byte and of the one behind its last.
+        lies_still: whether nobody writes into it while minibatches are fetched.
+    """
+
+    def __init__(self, low: int, high: int, lies_still: bool, writable: bool) -> None:
+        self.low = low
+        self.high = high
+        self.lies_still = lies_still
+        self._writable = writable
+        # Kept alive for as long as the memory may be page-locked.
+        self.owners: list[np.ndarray] = []
+        # Owned: a view whose base undoes the page-locking when it goes.
+        self._locked: np.ndarray | None = None
+        self._refused = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.high - self.low
+
+    @property
+    def locked_bytes(self) -> int:
+        return 0 if self._locked is None else self.nbytes
+
+    def is_same(self, other: Region) -> bool:
+        return (self.low, self.high) == (other.low, other.high)
+
+    def lock(self, context: _cuda.Context, allowed: int, stats: FeedStats) -> bool:
+        """Page-lock the memory unless that was refused before; say whether it is."""
+        if self._locked is None and not self._refused:
+            self._refused = True
+            if self.nbytes > allowed:
+                stats.note(
+                    f"{self.nbytes} bytes of data are over the limit for page-locking "
+                    "in place (page_lock_limit): they are staged"
+                )
+                return False
+            if any(map(_cuda.is_pagelocked, self.owners)):
+                return False  # whoever has done that may also undo it
+            try:
+                self._locked = self._register(context)
+            except _cuda.CudaError as error:
+                stats.note_fallback(
+                    f"data could not be page-locked where they lie ({error}): they are "
+                    "staged"
+                )
+        return self._locked is not None
+
+    def _register(self, context: _cuda.Context) -> np.ndarray:
+        memory = (ctypes.c_uint8 * self.nbytes).from_address(self.low)
+        view = np.frombuffer(memory, np.uint8)
+        if self._writable:
+            return _cuda.register_host_memory(view, context=context)
+        view.flags.writeable = False
+        try:
+            # Memory mapped for reading only cannot be page-locked otherwise.
+            flags = _cuda.HOST_REGISTER_READ_ONLY
+            return _cuda.register_host_memory(view, flags, context=context)
+        except _cuda.CudaError:
+            # Not every device has that; memory may be writable behind such an array.
+            return _cuda.register_host_memory(view, context=context)
+
+    def unlock(self) -> None:
+        self._locked = None
+
+
+class HeldMemory:
+    """The memory that the iterators of one feed hold.
+
+    Used by the thread that has the iterator, closed when no thread has.
+
+    Args:
+        context: in which memory is page-locked.
+        copy_stream: on which minibatches are copied out of it.
+        limit: the largest share of the machine's memory that may be page-locked.
+        stats: where it is counted and noted.
+    """
+
+    def __init__(
+        self,
+        context: _cuda.Context,
+        copy_stream: _cuda.Stream,
+        limit: float,
+        stats: FeedStats,
+    ) -> None:
+        self._context = context
+        self._copy_stream = copy_stream
+        self._limit = limit
+        self._stats = stats
+        self._held: list[np.ndarray] = []
+        # By address; they never overlap.
+        self._regions: list[Region] = []
+        self._starts: list[int] = []
+
+    def hold(self, iterator: Any) -> None:
+        """Look at the arrays of the iterator that the next minibatches come from."""
+        leave_arrays_alone = _brainstorms_iterators()
+        chain = list(_chain(iterator))
+        held = [array for link in chain for array in held_arrays(link)]
+        if len(held) == len(self._held) and all(map(_is, held, self._held)):
+            return
+        lies_still = all(type(link) in leave_arrays_alone for link in chain)
+        regions = list(_regions_of(held, lies_still))
+        kept = []
+        for region in regions:
+            known = self._find(region.low)
+            if known is not None and known.is_same(region):
+                known.owners, known.lies_still = region.owners, region.lies_still
+                region = known
+            kept.append(region)
+        gone = [region for region in self._regions if region not in kept]
+        self._unlock(gone)
+        self._held, self._regions = held, kept
+        self._starts = [region.low for region in kept]
+
+    def find(self, array: np.ndarray) -> Region | None:
+        """Return the region that an array lies in, its memory page-locked if possible."""
+        if not self._regions:
+            return None
+        low, high = extent(array)
+        region = self._find(low)
+        return region if region is not None and high <= region.high else None
+
+    def lock(self, region: Region) -> bool:
+        """Say whether a region is page-locked by now."""
+        if region.locked_bytes:
+            return True
+        allowed = int(self._limit * memory_size()) - self.locked_bytes
+        locked = region.lock(self._context, allowed, self._stats)
+        self._stats.page_locked_in_place = max(
+            self._stats.page_locked_in_place, self.locked_bytes
+        )
+        return locked
+
+    @property
+    def locked_bytes(self) -> int:
+        return sum(region.locked_bytes for region in self._regions)
+
+    def close(self) -> None:
+        self._unlock(self._regions)
+        self._held, self._regions, self._starts = [], [], []
+
+    def _find(self, address: int) -> Region | None:
+        number = bisect.bisect_right(self._starts, address)
+        return self._regions[number - 1] if number else None
+
+    def _unlock(self, regions: list[Region]) -> None:
+        if any(region.locked_bytes for region in regions):
+            # A copy out of it may be queued.
+            self._copy_stream.synchronize()
+        for region in regions:
+            region.unlock()
+
+
+def extent(array: np.ndarray) -> tuple[int, int]:
+    """Return the addresses of the first byte of an array and of that behind its last."""
+    low = high = array.__array_interface__["data"][0]
+    if array.size == 0:
+        return low, high
+    for size, stride in zip(array.shape, array.strides):
+        if stride < 0:
+            low += (size - 1) * stride
+        else:
+            high += (size - 1) * stride
+    return low, high + array.itemsize
+
+
+@functools.cache
+def memory_size() -> int:
+    """Return how many bytes of memory this process may use, at most."""
+    total = os.sysconf("SC_PHYS_PAGES") * _PAGE
+    for path in (
+        "/sys/fs/cgroup/memory.max",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+    ):
+        try:
+            with open(path) as file:
+                total = min(total, int(file.read()))
+        except (OSError, ValueError):
+            continue  # no such file, or it says "max"
+    return total
+
+
+def _regions_of(arrays: list[np.ndarray], lies_still: bool) -> Iterator[Region]:
+    """Yield the memory of arrays; what shares a page is one region.
+
+    The driver page-locks whole pages, each once.
+    """
+    spans = sorted(((*extent(array), array) for array in arrays), key=_low_and_high)
+    region: Region | None = None
+    for low, high, array in spans:
+        # Arrays that are mostly gaps would lock what is not theirs.
+        if low == high or high - low > 2 * array.nbytes:
+            continue
+        if region is not None and low // _PAGE <= (region.high - 1) // _PAGE:
+            region.high = max(region.high, high)
+            region._writable &= array.flags.writeable
+        else:
+            if region is not None:
+                yield region
+            region = Region(low, high, lies_still, array.flags.writeable)
+        region.owners.append(array)
+    if region is not None:
+        yield region
+
+
+def _low_and_high(span: tuple[int, int, np.ndarray]) -> tuple[int, int]:
+    return span[:2]
+
+
+def _chain(iterator: Any) -> Iterator[Any]:
+    """Yield an iterator and those it is wrapped around."""
+    while iterator is not None:
+        yield iterator
+        iterator = getattr(iterator, "iter", None)
+
+
+def _is(a: Any, b: Any) -> bool:
+    return a is b
+
+
+def check_limit(limit: float) -> float:
+    """Return ``limit``.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is not from 0 to 1.
+    """
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+        raise TypeError(
+            f"page_lock_limit: expected a share of memory from 0 to 1, got {limit!r}"
+        )
+    if not 0 <= limit <= 1:
+        raise ValueError(
+            f"page_lock_limit: expected a share of memory from 0 to 1, got {limit!r}"
+        )
+    return limit

@@ -1,0 +1,438 @@
+"""Data that an iterator holds are page-locked in place, and nothing else changes."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import brainstorm_dbuf as dbuf
+import brainstorm as bs
+from brainstorm.data_iterators import (
+    AddGaussianNoise,
+    DataIterator,
+    Flip,
+    Minibatches,
+    Undivided,
+)
+from brainstorm_dbuf import held_memory
+from brainstorm_dbuf.held_memory import HeldMemory, extent, held_arrays
+from coded import FEATURES, From, Hook, Job, codes, stop_at
+from conftest import HANDLERS
+from parity import make_handler, poison_back_buffers
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
+
+# A minibatch's arrays are just large enough to be copied from where they lie.
+SAMPLES = 16384 // FEATURES + 1
+COUNT = 5
+
+
+@pytest.fixture(params=[kind for kind in HANDLERS if kind != "numpy"])
+def device(request, driver):
+    """A kind of handler whose arrays lie on the device."""
+    if request.param == "pycuda":
+        from conftest import why_no_pycuda
+
+        if why_no_pycuda() is not None:
+            pytest.skip(why_no_pycuda())
+    if request.param == "cuda":
+        request.getfixturevalue("kernels")
+    return request.param
+
+
+def data(count=COUNT, steps=1, dtype=np.float32, samples=SAMPLES):
+    """Return arrays whose minibatch k is coded as k."""
+    numbers = np.repeat(np.arange(count), samples).astype(dtype)
+    shape = (steps, count * samples, FEATURES)
+    named = {"default": pages(shape, dtype), "targets": pages(shape, dtype)}
+    named["default"][...] = numbers[None, :, None]
+    named["targets"][...] = numbers[None, :, None] + 1000
+    return named
+
+
+def pages(shape, dtype=np.float32):
+    """Return an array of zeros that shares no page with others."""
+    memory = mmap.mmap(-1, int(np.prod(shape)) * np.dtype(dtype).itemsize)
+    return np.frombuffer(memory, dtype).reshape(shape)
+
+
+def minibatches(named, shuffle=False):
+    return Minibatches(SAMPLES, shuffle=shuffle, **named)
+
+
+def run(device, driver, iterator, epochs=2, **options):
+    job = Job(device, driver, epochs=epochs)
+    for name, value in options.items():
+        setattr(job.trainer, name, value)
+    return job.train(iterator)
+
+
+def registrations(driver):
+    return driver.fake.calls("cuMemHostRegister") if driver.fake is not None else None
+
+
+# ------------------------------------------------------------------- while training
+
+
+@pytest.mark.parametrize("mode", ["late", "random", "eager"])
+@pytest.mark.parametrize("steps", [1, 3])
+def test_data_of_minibatches_are_page_locked_once(
+    steps, mode, device, driver, monkeypatch
+):
+    poison_back_buffers(monkeypatch)
+    if driver.fake is not None:
+        driver.fake.mode(mode)
+    named = data(steps=steps)
+    job = run(device, driver, minibatches(named))
+    assert job.seen == codes(*range(COUNT)) * 2
+    assert job.stats.direct == 2 * COUNT
+    total = sum(array.nbytes for array in named.values())
+    assert job.stats.page_locked_in_place == total
+    assert job.stats.page_locked_bytes == 0  # nothing was staged
+    assert job.stats.fallbacks == [] and job.stats.workers == 0
+    if driver.fake is not None:
+        assert registrations(driver) == 2
+    for array in named.values():
+        assert not dbuf.is_pagelocked(array)
+
+
+def test_shuffled_data_train_to_the_same_weights(device, driver):
+    weights = []
+    for double_buffering in (False, True):
+        job = Job(device, driver, double_buffering, epochs=3)
+        job.train(minibatches(data(), shuffle=True))
+        weights.append((job.net.get("parameters"), job.seen))
+    assert np.array_equal(weights[0][0], weights[1][0])
+    assert weights[0][1] == weights[1][1]
+
+
+def test_an_undivided_data_set_is_page_locked_too(device, driver):
+    named = data(count=1)
+    job = run(device, driver, Undivided(**named), epochs=3)
+    assert job.seen == codes(0) * 3
+    assert job.stats.direct == 3
+    assert registrations(driver) in (2, None)
+
+
+def test_prefetch_keeps_them_page_locked_from_pass_to_pass(device, driver):
+    named = data()
+    handler = make_handler(device, driver)
+    with dbuf.Prefetch(minibatches(named)) as iterator:
+        for _ in range(3):
+            for k, batch in enumerate(iterator(handler)):
+                assert (handler.get_numpy_copy(batch["default"]) == k).all()
+        assert all(map(dbuf.is_pagelocked, named.values()))
+        assert iterator.stats.direct == 3 * COUNT
+    assert not any(map(dbuf.is_pagelocked, named.values()))
+    assert registrations(driver) in (2, None)
+    del batch
+
+
+def test_small_data_are_left_alone(device, driver):
+    job = run(device, driver, Minibatches(2, shuffle=False, **data(samples=2)))
+    assert job.seen == codes(*range(COUNT)) * 2
+    assert job.stats.page_locked_in_place == 0 and registrations(driver) in (0, None)
+
+
+def test_data_that_are_cast_on_the_host_are_left_alone(device, driver):
+    job = run(device, driver, minibatches(data(dtype=np.float64)))
+    assert job.seen == codes(*range(COUNT)) * 2
+    assert job.stats.direct == 0 and registrations(driver) in (0, None)
+
+
+def test_what_a_wrapper_changes_is_left_alone_and_what_it_passes_on_is_not(
+    device, driver
+):
+    named = data()
+    iterator = AddGaussianNoise(minibatches(named), {"default": 0.0})
+    job = run(device, driver, iterator)
+    assert job.seen == codes(*range(COUNT)) * 2
+    assert job.stats.page_locked_in_place == named["targets"].nbytes
+    assert registrations(driver) in (1, None)
+
+
+def test_data_that_the_user_has_page_locked_are_used_as_they_are(device, driver):
+    named = {}
+    for name, array in data().items():
+        named[name] = dbuf.pagelocked_empty(array.shape)
+        named[name][...] = array
+    job = run(device, driver, minibatches(named))
+    assert job.seen == codes(*range(COUNT)) * 2
+    assert job.stats.direct == 2 * COUNT
+    assert job.stats.page_locked_in_place == 0 and job.stats.fallbacks == []
+    assert registrations(driver) in (0, None)
+
+
+def test_arrays_over_the_same_memory_are_page_locked_once(device, driver):
+    whole = pages((1, 2 * COUNT * SAMPLES, FEATURES))
+    for k in range(2 * COUNT):
+        whole[:, k * SAMPLES : (k + 1) * SAMPLES] = k
+    half = COUNT * SAMPLES
+    # They overlap in all but one minibatch.
+    named = {"default": whole[:, :half], "targets": whole[:, SAMPLES : half + SAMPLES]}
+    job = Job(device, driver)
+    job.stepper.run = lambda: job.seen.append(job.stepper.look())
+    job.train(minibatches(named))
+    assert job.seen == [(k, k + 1) for k in range(COUNT)]
+    assert registrations(driver) in (1, None)
+    assert job.stats.page_locked_in_place == (half + SAMPLES) * FEATURES * 4
+
+
+def test_arrays_on_one_page_are_page_locked_together(device, driver):
+    whole = pages((2 * COUNT * SAMPLES * FEATURES + 1,))
+    half = COUNT * SAMPLES * FEATURES
+    named = data()
+    for k, (name, array) in enumerate(named.items()):
+        flat = whole[k * (half + 1) : k * (half + 1) + half]
+        flat[...] = array.reshape(-1)
+        named[name] = flat.reshape(array.shape)
+    job = run(device, driver, minibatches(named))
+    assert job.seen == codes(*range(COUNT)) * 2
+    assert registrations(driver) in (1, None)
+    assert job.stats.page_locked_in_place == whole.nbytes
+
+
+def test_read_only_arrays_and_mapped_files(device, driver, tmp_path):
+    named = data()
+    named["default"].flags.writeable = False
+    named["targets"].tofile(tmp_path / "targets")
+    shape = named["targets"].shape
+    named["targets"] = np.memmap(tmp_path / "targets", np.float32, "r", shape=shape)
+    job = run(device, driver, minibatches(named))
+    assert job.seen == codes(*range(COUNT)) * 2
+    if driver.fake is not None:
+        assert job.stats.direct == 2 * COUNT
+    # A driver may refuse to page-lock a file mapped for reading: then it is staged.
+    assert job.stats.direct in (2 * COUNT, 0) or job.stats.fallbacks
+
+
+def test_data_that_were_exchanged_are_let_go(device, driver):
+    iterator = minibatches(data())
+    job = Job(device, driver, epochs=1)
+    locked = []
+
+    class Exchange(bs.hooks.Hook):
+        def __call__(self, *args, **kwargs):
+            held = list(iterator.data.values())
+            locked.append([dbuf.is_pagelocked(array) for array in held + former])
+            former[:] = held
+            iterator.data = data()
+
+    former = []
+    job.trainer.hooks.clear()
+    job.trainer.add_hook(Exchange("exchange", "epoch", 1))
+    job.trainer.add_hook(bs.hooks.StopAfterEpoch(3))
+    job.train(iterator)
+    assert job.seen == codes(*range(COUNT)) * 3
+    # Before the first epoch, and after each: those just used, those before.
+    assert locked == [[False] * 2, *([[True] * 2 + [False] * 2] * 3)]
+    former.clear()
+    job.trainer.hooks.clear()
+
+
+# ----------------------------------------------------------------- who may write there
+
+
+class Scribbles(Minibatches):
+    """Writes into its data behind the network's back, as its own code may."""
+
+    def __call__(self, handler=None):
+        for batch in super().__call__(handler):
+            yield batch
+            for array in batch.values():
+                array += 10000
+
+
+@pytest.mark.parametrize("mode", ["late", "random", "eager"])
+def test_a_subclass_may_write_into_its_data_once_it_goes_on(mode, device, driver):
+    if driver.fake is not None:
+        driver.fake.mode(mode)
+    job = run(device, driver, Scribbles(SAMPLES, shuffle=False, **data()), epochs=1)
+    assert job.seen == codes(*range(COUNT))
+    assert job.stats.direct == COUNT
+
+
+def test_flip_writes_into_the_data_and_is_waited_for(device, driver):
+    net = from_images()
+    results = []
+    for double_buffering in (False, True):
+        rnd = np.random.default_rng(0)
+        images = rnd.random((1, 60, 16, 16, 8), np.float32)
+        targets = rnd.random((1, 60, FEATURES), np.float32)
+        inner = Minibatches(12, shuffle=False, default=images, targets=targets)
+        bs.global_rnd.set_seed(1)
+        iterator = Flip(inner, {"default": 0.5})
+        job = Job(device, driver, double_buffering, epochs=3, net=net)
+        job.stepper.look = lambda job=job: job.net.get_input("default").tobytes()
+        job.train(iterator)
+        results.append((job.seen, job.net.get("parameters").tobytes()))
+    assert results[0] == results[1]
+    assert job.stats.direct == 15
+
+
+def from_images():
+    def make():
+        inp = bs.layers.Input(
+            out_shapes={
+                "default": ("T", "B", 16, 16, 8),
+                "targets": ("T", "B", FEATURES),
+            }
+        )
+        out = bs.layers.FullyConnected(FEATURES, name="Out", activation="linear")
+        error = bs.layers.SquaredError(name="Error")
+        inp - "default" >> out
+        out >> "default" - error
+        inp - "targets" >> "targets" - error
+        error - "loss" >> bs.layers.Loss()
+        net = bs.Network.from_layer(inp)
+        net.initialize(bs.initializers.Gaussian(0.1))
+        return net
+
+    return make
+
+
+# ----------------------------------------------------------------------- the limit
+
+
+def test_a_limit_of_0_stages_everything(device, driver):
+    job = run(device, driver, minibatches(data()), page_lock_limit=0)
+    assert job.seen == codes(*range(COUNT)) * 2
+    assert job.stats.direct == 0 and job.stats.page_locked_in_place == 0
+    assert registrations(driver) in (0, None)
+    assert len(job.stats.notes) == 1 and "page_lock_limit" in job.stats.notes[0]
+
+
+def test_what_is_over_the_limit_is_staged_and_the_rest_is_not(
+    device, driver, monkeypatch
+):
+    named = data()
+    room = named["default"].nbytes
+    monkeypatch.setattr(held_memory, "memory_size", lambda: 2 * room)
+    job = run(device, driver, minibatches(named))
+    assert job.seen == codes(*range(COUNT)) * 2
+    assert job.stats.page_locked_in_place == room
+    assert job.stats.fallbacks == [] and len(job.stats.notes) == 1
+
+
+@pytest.mark.parametrize("wrong", [-0.1, 1.1, float("nan"), "0.5", None, True])
+def test_a_limit_that_is_no_share_is_refused(wrong):
+    stepper = bs.training.SgdStepper(0.1)
+    for make in (
+        lambda: dbuf.Trainer(stepper, page_lock_limit=wrong),
+        lambda: dbuf.Prefetch(minibatches(data(1)), page_lock_limit=wrong),
+    ):
+        with pytest.raises((TypeError, ValueError), match="page_lock_limit: expected"):
+            make()
+
+
+def test_the_limit_is_described_and_old_descriptions_have_the_usual_one():
+    trainer = dbuf.Trainer(bs.training.SgdStepper(0.1), page_lock_limit=0.25)
+    description = bs.describable.get_description(trainer)
+    assert description["page_lock_limit"] == 0.25
+    again = bs.describable.create_from_description(description)
+    assert again.page_lock_limit == 0.25
+    del description["page_lock_limit"]
+    again = bs.describable.create_from_description(description)
+    assert again.page_lock_limit == held_memory.DEFAULT_LIMIT
+
+
+def test_where_the_driver_refuses_the_data_are_staged(device, driver, fake):
+    fake.fail("cuMemHostRegister", times=100)
+    with pytest.warns(dbuf.FeedWarning, match="could not be page-locked"):
+        job = run(device, driver, minibatches(data()))
+    assert job.seen == codes(*range(COUNT)) * 2
+    assert job.stats.direct == 0
+    assert fake.calls("cuMemHostRegister") == 2  # asked once for each
+
+
+def test_an_error_and_an_early_stop_leave_nothing_page_locked(device, driver):
+    named = data()
+    iterator = minibatches(named)
+
+    def fails(update):
+        raise OSError("gone")
+
+    job = Job(device, driver, hooks=[Hook(fails)])
+    with pytest.raises(OSError):
+        job.train(iterator)
+    job.trainer.hooks.clear()
+    job.trainer.add_hook(stop_at(job.trainer.current_update_nr + 2))
+    job.train(iterator)
+    gc.collect()
+    assert not any(map(dbuf.is_pagelocked, named.values()))
+    job.trainer.hooks.clear()
+
+
+# ---------------------------------------------------------------------- the pieces
+
+
+@given(st.data())
+def test_the_extent_of_an_array_is_all_its_bytes(data):
+    shape = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    whole = np.zeros(shape, data.draw(st.sampled_from(["u1", "f4", "f8"])))
+    index = tuple(
+        slice(
+            data.draw(st.integers(0, n)),
+            data.draw(st.integers(0, n)),
+            data.draw(st.sampled_from([1, 2, -1, -2])),
+        )
+        for n in shape
+    )
+    part = whole[index]
+    low, high = extent(part)
+    assert high - low >= part.nbytes
+    if part.size:
+        part[...] = 1
+        start = whole.__array_interface__["data"][0]
+        touched = np.flatnonzero(np.frombuffer(whole, np.uint8)) + start
+        assert low <= touched[0] and touched[-1] < high
+        first = whole.__array_interface__["data"][0]
+        assert first <= low and high <= first + whole.nbytes
+        # Not one element more on either side.
+        assert touched[0] - low < whole.itemsize
+        assert high - touched[-1] <= whole.itemsize
+
+
+def test_another_packages_iterator_can_make_its_arrays_known(device, driver):
+    class Slices(DataIterator):
+        def __init__(self, named):
+            super().__init__({name: a.shape for name, a in named.items()}, COUNT)
+            self.arrays = named
+
+        def __call__(self, handler=None):
+            for k in range(COUNT):
+                part = slice(k * SAMPLES, (k + 1) * SAMPLES)
+                yield {name: array[:, part] for name, array in self.arrays.items()}
+
+    job = run(device, driver, Slices(data()))
+    assert job.stats.direct == 0
+    held_arrays.register(Slices, lambda iterator: list(iterator.arrays.values()))
+    job = run(device, driver, Slices(data()))
+    assert job.seen == codes(*range(COUNT)) * 2
+    assert job.stats.direct == 2 * COUNT
+
+
+def test_memory_is_found_by_address(driver):
+    context = dbuf.Context.current()
+    stream = dbuf.Stream(context)
+    named = data()
+    held = HeldMemory(context, stream, 0.5, dbuf.FeedStats())
+    held.hold(minibatches(named))
+    for array in named.values():
+        region = held.find(array[:, 3:7])
+        assert (region.low, region.high) == extent(array) and region.lies_still
+    assert held.find(np.zeros(4)) is None
+    held.hold(From(lambda: iter(())))
+    assert held.find(named["default"]) is None
+    held.close()
+    stream.close()
+    del held, region
+
+
+def test_the_memory_of_this_machine_is_known():
+    assert 1 << 26 < held_memory.memory_size() < 1 << 50
