@@ -89,9 +89,21 @@ def data_for(name, rnd, steps=STEPS, samples=SAMPLES):
     return data
 
 
-def minibatches(name, rnd, size=4, **sizes):
+# Casts of data_for's arrays: all of the handler's own dtype, or as narrow as may be.
+CASTS = {
+    None: lambda array: array,
+    "float32": lambda array: array.astype(np.float32),
+    "narrow": lambda array: (
+        (array * 20).astype(np.int8) if array.dtype.kind == "f" else array.astype("u1")
+    ),
+}
+
+
+def minibatches(name, rnd, size=4, cast=None, **sizes):
     """Ragged: the last minibatch is shorter, with a mask T varies too."""
-    return Minibatches(size, shuffle=True, **data_for(name, rnd, **sizes))
+    data = data_for(name, rnd, **sizes)
+    named = {name: CASTS[cast](array) for name, array in data.items()}
+    return Minibatches(size, shuffle=True, **named)
 
 
 # ------------------------------------------------- every type of layer, by itself

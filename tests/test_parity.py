@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import brainstorm as bs
+from brainstorm_dbuf import back_buffers
 from networks import NETWORKS, minibatches
 from parity import (
     assert_same,
@@ -16,6 +17,17 @@ from parity import (
     train,
 )
 
+# How minibatches come to the device, and of which dtypes they are: gathered and cast,
+# the same with each input's copy queued piece by piece, from where they lie, and as
+# narrow as they are.
+PATHS = {
+    "staged": (None, {}),
+    "pipelined": (None, {"PIPELINE_MIN_BYTES": 0}),
+    "in place": ("float32", {"DIRECT_COPY_MIN_BYTES": 0}),
+    "narrow": ("narrow", {"PIPELINE_MIN_BYTES": 0}),
+    "narrow, in place": ("narrow", {"DIRECT_COPY_MIN_BYTES": 0}),
+}
+
 # When the stand-in driver runs what is queued.
 MODES = ["late", "random", "eager"]
 
@@ -25,7 +37,18 @@ def modes_for(kind, driver):
     return MODES if on_device else [None]
 
 
-def runs(kind, driver, name, seed=0, modes=(None,), size=4, **kwargs):
+@pytest.fixture(params=PATHS)
+def cast(request, kind, monkeypatch):
+    """Put small minibatches on one of PATHS; return how their dtypes are to be."""
+    cast, thresholds = PATHS[request.param]
+    if kind == "numpy" and thresholds:
+        pytest.skip("nothing is copied to a device")
+    for name, value in thresholds.items():
+        monkeypatch.setattr(back_buffers, name, value)
+    return cast
+
+
+def runs(kind, driver, name, seed=0, modes=(None,), size=4, cast=None, **kwargs):
     """Return the plain run and the double-buffered one in each mode of the driver."""
 
     def one(double_buffering, mode=None):
@@ -33,7 +56,7 @@ def runs(kind, driver, name, seed=0, modes=(None,), size=4, **kwargs):
             driver.fake.mode(mode or "late", seed)
         return train(
             NETWORKS[name],
-            lambda: minibatches(name, np.random.default_rng(seed), size),
+            lambda: minibatches(name, np.random.default_rng(seed), size, cast),
             make_handler(kind, driver),
             double_buffering,
             **kwargs,
@@ -46,12 +69,12 @@ def runs(kind, driver, name, seed=0, modes=(None,), size=4, **kwargs):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_each_kind_of_network_trains_to_the_same_weights(
-    name, kind, driver, monkeypatch
+    name, kind, cast, driver, monkeypatch
 ):
     force_worker(monkeypatch)
     poison_back_buffers(monkeypatch)
     modes = modes_for(kind, driver)
-    plain, buffered = runs(kind, driver, name, modes=modes, delays=7)
+    plain, buffered = runs(kind, driver, name, modes=modes, cast=cast, delays=7)
     assert np.isfinite(plain.weights).all()
     for run in buffered:
         assert_same(plain, run)
@@ -62,15 +85,15 @@ def test_each_kind_of_network_trains_to_the_same_weights(
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_without_a_worker_the_weights_are_the_same_too(name, kind, driver):
-    plain, (buffered,) = runs(kind, driver, name)
+def test_without_a_worker_the_weights_are_the_same_too(name, kind, cast, driver):
+    plain, (buffered,) = runs(kind, driver, name, cast=cast)
     assert_same(plain, buffered)
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
 def test_ragged_minibatches_in_any_order_and_depth(
-    depth, seed, kind, driver, monkeypatch
+    depth, seed, kind, cast, driver, monkeypatch
 ):
     force_worker(monkeypatch)
     poison_back_buffers(monkeypatch)
@@ -81,6 +104,7 @@ def test_ragged_minibatches_in_any_order_and_depth(
         seed=seed,
         modes=["random"],
         size=3,
+        cast=cast,
         delays=seed,
         depth=depth,
     )
