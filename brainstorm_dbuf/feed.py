@@ -111,7 +111,7 @@ class Feed:
                 page_lock_limit,
                 self.stats,
             )
-            if self._access.queues_copies
+            if self._access.queues_copies and page_lock_limit > 0
             else None
         )
         self.input_layer = DoubleBufferedInput(
