@@ -476,3 +476,6 @@ def memset_d32_async(
 def stage(
     dest: NDArray[Any], src: NDArray[Any], threads: SupportsIndex = 0
 ) -> None: ...
+def has_signature(
+    data: Any, signature: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...], /
+) -> bool: ...

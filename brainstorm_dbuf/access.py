@@ -51,6 +51,13 @@ class HostAccess:
         """NumPy arrays may be changed by their owner: they are always gathered."""
         return False
 
+    def copy_to_front(self, front: np.ndarray, array: np.ndarray) -> None:
+        """Gather and cast ``array`` into the network's array ``front``."""
+        if front.flags.c_contiguous:
+            _cuda.stage(front, array)
+        else:
+            np.copyto(front, array, casting="unsafe")
+
     def close(self) -> None:
         pass
 

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from . import minibatch
+from . import _cuda, minibatch
 from .access import CudaAccess, HostAccess, is_contiguous
 from .back_buffers import DeviceSlot, HostSlot
 from .held_memory import HeldMemory
@@ -68,10 +68,13 @@ class DoubleBufferedInput:
         self._held = held
         self._lends = lends
         self._access = access
+        # On the host a minibatch goes straight into the network.
+        self._copies_itself = not access.queues_copies
         self._stats = stats
         # Minibatches mostly come as the one before: what was found out about that one
-        # (names asked for, signature, kind), and what its kind was compared with.
-        self._known: tuple[Any, Any, Kind | None] = (None, None, None)
+        # (names asked for, kind), and what its kind was compared with.
+        self._names: frozenset[str] | None = None
+        self._kind: Kind | None = None
         self._fits: tuple[Kind, Any, bool] | None = None
         self._lock = threading.Condition()
         # Guarded by the lock: the slots nobody has claimed, and how many there are.
@@ -107,19 +110,17 @@ class DoubleBufferedInput:
         Raises:
             TypeError, ValueError: ``data`` is no minibatch; the message names the input.
         """
-        seen = minibatch.signature(data)
-        known_names, known_seen, kind = self._known
+        kind = self._kind
         if (
-            kind is None
-            or seen is None
-            or seen != known_seen
-            or names is not known_names
+            kind is not None
+            and names is self._names
+            and _cuda.has_signature(data, kind.signature)
         ):
-            kind, arrays = self._look_at(data, names)
-            if seen is not None:
-                self._known = (names, seen, kind)
+            arrays = kind.used(data)
         else:
-            arrays = {name: data[name] for name in kind.shapes}
+            kind, arrays = self._look_at(data, names)
+            if kind.signature is not None:
+                self._names, self._kind = names, kind
         if kind.on_device or (inline and not self._access.queues_copies):
             return Batch(kind, data=arrays)
         while (slot := self._claim()) is not None:
@@ -152,7 +153,10 @@ class DoubleBufferedInput:
                 array = minibatch.as_numbers(name, array, self._access.dtype)
             arrays[name] = array
         shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-        return Kind(time_size, batch_size, tuple(data), shapes, on_device), arrays
+        seen = minibatch.signature(data)
+        return Kind(
+            time_size, batch_size, tuple(data), shapes, on_device, seen
+        ), arrays
 
     def _check_device_array(self, name: str, array: Any) -> None:
         """brainstorm copies the bytes of a device array without a look at it."""
@@ -218,16 +222,21 @@ class DoubleBufferedInput:
             minibatch.check_shapes(expected, kind.shapes, kind.given, all_inputs)
             self._fits = (kind, net, all_inputs)
         slot, data, batch.slot, batch.data = batch.slot, batch.data, None, None
-        if slot is not None and net.handler is not self._handler:
-            # A hook has given the network another handler during the pass.
+        # A hook may have given the network another handler during the pass.
+        is_ours = net.handler is self._handler
+        if slot is not None and not is_ours:
             data = slot.read_back()
             self.give_back(slot)
             slot = None
-        if slot is None:
+        if slot is None and not (is_ours and kind.signature and self._copies_itself):
             net.provide_external_data(expanded(data), all_inputs=all_inputs)
             return
         net.buffer = net._buffer_manager.resize(kind.time_size, kind.batch_size)
         fronts = net.buffer.Input.outputs
+        if slot is None:
+            for name in kind.shapes:
+                self._access.copy_to_front(fronts[name], data[name])
+            return
         slot.hand_over({name: fronts[name] for name in kind.shapes})
         self.give_back(slot)
 

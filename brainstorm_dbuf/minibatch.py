@@ -16,6 +16,10 @@ import numpy as np
 NUMBER_KINDS = "biuf"
 
 
+# Of each array its name, shape and dtype, in the order of the dict.
+Signature = tuple[tuple[str, tuple[int, ...], np.dtype], ...]
+
+
 class Kind:
     """What minibatches of the same names, shapes and dtypes have in common.
 
@@ -24,9 +28,17 @@ class Kind:
         given: all names that the iterator yielded.
         shapes: the shapes of those that are used.
         on_device: whether some are arrays of the handler's own, on the device.
+        signature: what :func:`signature` returns of them.
     """
 
-    __slots__ = ("time_size", "batch_size", "given", "shapes", "on_device")
+    __slots__ = (
+        "time_size",
+        "batch_size",
+        "given",
+        "shapes",
+        "on_device",
+        "signature",
+    )
 
     def __init__(
         self,
@@ -35,28 +47,36 @@ class Kind:
         given: tuple[str, ...],
         shapes: dict[str, tuple[int, ...]],
         on_device: bool,
+        signature: Signature | None,
     ) -> None:
         self.time_size = time_size
         self.batch_size = batch_size
         self.given = given
         self.shapes = shapes
         self.on_device = on_device
+        self.signature = signature
+
+    def used(self, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the entries of a minibatch of this kind that are used."""
+        if len(self.shapes) == len(data):
+            return data
+        return {name: data[name] for name in self.shapes}
 
 
-def signature(data: Any) -> list[tuple[str, tuple[int, ...], np.dtype]] | None:
+def signature(data: Any) -> Signature | None:
     """Return what two minibatches of one :class:`Kind` agree in.
 
     None where that does not tell whether a minibatch is a right one: no dict, not all
     of its values plain NumPy arrays of numbers.
     """
-    if not isinstance(data, dict):
+    if type(data) is not dict:
         return None
     seen = []
     for name, array in data.items():
         if type(array) is not np.ndarray or array.dtype.kind not in NUMBER_KINDS:
             return None
         seen.append((name, array.shape, array.dtype))
-    return seen
+    return tuple(seen)
 
 
 def time_and_batch_size(data: Mapping[str, Any]) -> tuple[int, int]:

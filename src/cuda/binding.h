@@ -644,6 +644,7 @@ extern PyType_Spec Device_spec, Context_spec, Stream_spec, Event_spec,
 PyObject *device_new(ModuleState *state, int ordinal);
 
 extern PyMethodDef device_functions[], device_memory_functions[],
-    pagelocked_functions[], copy_functions[], memset_functions[], stage_functions[];
+    pagelocked_functions[], copy_functions[], memset_functions[], signature_functions[],
+    stage_functions[];
 
 #endif

@@ -87,7 +87,7 @@ module_exec(PyObject *module)
     PyMethodDef *functions[] = {module_functions,        device_functions,
                                 device_memory_functions, pagelocked_functions,
                                 copy_functions,          memset_functions,
-                                stage_functions};
+                                signature_functions,     stage_functions};
     if (PyArray_ImportNumPyAPI() < 0 || add_errors(module, state) < 0) {
         return -1;
     }
