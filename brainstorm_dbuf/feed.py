@@ -177,18 +177,23 @@ class Feed:
     def note_preparation(
         self, batch: Batch, fetching: float, staging: float, is_first: bool
     ) -> None:
-        """Learn from how many seconds of the host one minibatch took.
+        """Learn from how long the preparation of one minibatch took.
 
         The first of a pass counts for its staging only, and says nothing against a
         worker: fetching it includes what the iterator does once, such as shuffling.
         """
         # Arrays that lie on the device already leave nothing to prefetch.
         seconds = 0.0 if batch.kind.on_device else staging + fetching * (not is_first)
+        if seconds > WORTH_A_WORKER_SECONDS or not is_first:
+            self.note_seconds(seconds)
+
+    def note_seconds(self, seconds: float) -> None:
+        """Learn from how many seconds of the host one minibatch took."""
         if seconds > WORTH_A_WORKER_SECONDS * VERY_SLOW:
             self._slow_in_a_row += 4
         elif seconds > WORTH_A_WORKER_SECONDS:
             self._slow_in_a_row += 1
-        elif not is_first:
+        else:
             self._slow_in_a_row = 0
 
     def run_network(
@@ -206,10 +211,15 @@ class Feed:
             return
         names = frozenset(net.layers["Input"].out_shapes)
         with Pass(self, iterator, names) as batches:
-            for number, batch in enumerate(batches):  # next, stage, copy
+            number = 0
+            for batch in batches:  # next, stage, copy
                 self.input_layer.hand_over(batch, net, all_inputs)
                 batches.handed_over()  # the slot is free: next may run for k + 1
                 yield number  # the step
+                number += 1
+                for _ in batches.straight_into(net):  # small ones on the host
+                    yield number
+                    number += 1
 
     def lend(self, iterator: Iterable[Any]) -> Iterator[dict[str, Any]]:
         """Yield each minibatch as a dict of the handler's own arrays."""
@@ -245,6 +255,8 @@ class Pass:
         # the iterator's own arrays; used by the thread that calls `next`.
         self._in_flight: Any = None
         self._is_first = True
+        # A minibatch that was fetched already, and how many seconds that took.
+        self._given: tuple[Any, float] | None = None
         # Whether the last minibatch went through a back buffer, so that the trainer's
         # thread may queue the next one's copy ahead of the step.
         self._queues_ahead = False
@@ -307,6 +319,29 @@ class Pass:
             self._start_worker()
         elif self._queues_ahead:
             self._prepare_ahead()
+
+    def straight_into(self, net: Any) -> Iterator[None]:
+        """Put minibatches that are as the last one into the network, one a value.
+
+        Ends with the first that is different, which comes next then, and where a worker
+        pays. An update of a small network takes less time than Python's way through the
+        back buffers and back, were it not for this.
+        """
+        put, feed = self._feed.input_layer.put, self._feed
+        while self._worker is None and not self._ready and not feed.pays:
+            started = time.perf_counter()
+            try:
+                data = next(self._source)
+            except StopIteration:
+                self._ended = True
+                return
+            if not put(data, net):
+                self._given = data, time.perf_counter() - started
+                return
+            feed.note_seconds(time.perf_counter() - started)
+            feed.stats.batches += 1
+            del data
+            yield
 
     def _prepare_here(self) -> Batch:
         try:
@@ -419,16 +454,22 @@ class Pass:
         if self._in_flight is not None:
             self._in_flight.wait_copied()
             self._in_flight = None
-        started = time.perf_counter()
-        data = next(self._source)
-        fetched = time.perf_counter()
+        if self._given is None:
+            started = time.perf_counter()
+            data = next(self._source)
+            fetched = time.perf_counter()
+            fetching = fetched - started
+        else:
+            data, fetching = self._given
+            self._given = None
+            fetched = time.perf_counter()
         batch = self._feed.input_layer.stage(data, self._names, inline)
         staging = time.perf_counter() - fetched
         if batch.slot is not None:
             staging -= batch.slot.reserve_seconds
             if batch.slot.source_in_use:
                 self._in_flight = batch.slot
-        self._feed.note_preparation(batch, fetched - started, staging, self._is_first)
+        self._feed.note_preparation(batch, fetching, staging, self._is_first)
         self._is_first = False
         self._queues_ahead = batch.slot is not None
         return batch

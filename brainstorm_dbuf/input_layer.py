@@ -154,9 +154,7 @@ class DoubleBufferedInput:
             arrays[name] = array
         shapes = {name: tuple(array.shape) for name, array in arrays.items()}
         seen = minibatch.signature(data)
-        return Kind(
-            time_size, batch_size, tuple(data), shapes, on_device, seen
-        ), arrays
+        return Kind(time_size, batch_size, tuple(data), shapes, on_device, seen), arrays
 
     def _check_device_array(self, name: str, array: Any) -> None:
         """brainstorm copies the bytes of a device array without a look at it."""
@@ -222,23 +220,41 @@ class DoubleBufferedInput:
             minibatch.check_shapes(expected, kind.shapes, kind.given, all_inputs)
             self._fits = (kind, net, all_inputs)
         slot, data, batch.slot, batch.data = batch.slot, batch.data, None, None
-        # A hook may have given the network another handler during the pass.
-        is_ours = net.handler is self._handler
-        if slot is not None and not is_ours:
+        if slot is not None and net.handler is not self._handler:
+            # A hook has given the network another handler during the pass.
             data = slot.read_back()
             self.give_back(slot)
             slot = None
-        if slot is None and not (is_ours and kind.signature and self._copies_itself):
+        if slot is None:
             net.provide_external_data(expanded(data), all_inputs=all_inputs)
             return
         net.buffer = net._buffer_manager.resize(kind.time_size, kind.batch_size)
         fronts = net.buffer.Input.outputs
-        if slot is None:
-            for name in kind.shapes:
-                self._access.copy_to_front(fronts[name], data[name])
-            return
         slot.hand_over({name: fronts[name] for name in kind.shapes})
         self.give_back(slot)
+
+    def put(self, data: Mapping[str, Any], net: Any) -> bool:
+        """Copy a minibatch straight into the network, on the host, if it is as the last.
+
+        What :meth:`stage` and :meth:`hand_over` do, for small minibatches, with nothing
+        in between. Return whether it was done.
+        """
+        kind, fits = self._kind, self._fits
+        if (
+            kind is None
+            or fits is None
+            or fits[0] is not kind
+            or fits[1] is not net
+            or net.handler is not self._handler
+            or not self._copies_itself
+            or not _cuda.has_signature(data, kind.signature)
+        ):
+            return False
+        net.buffer = net._buffer_manager.resize(kind.time_size, kind.batch_size)
+        fronts = net.buffer.Input.outputs
+        for name in kind.shapes:
+            self._access.copy_to_front(fronts[name], data[name])
+        return True
 
     def lend(self, batch: Batch) -> dict[str, Any]:
         """Return the minibatch as a dict of the handler's own arrays."""
