@@ -101,8 +101,8 @@ event_record(ModuleState *state, EventObject *self, CUstream stream,
         event_leave(self);
         return -1;
     }
-    IN_CONTEXT(scope, self->context->handle, status,
-               driver.EventRecord(self->handle, stream));
+    BY_HANDLE(scope, self->context->handle, stream, status,
+              driver.EventRecord(self->handle, stream));
     if (status == CUDA_SUCCESS) {
         self->recorded = 1;
     }
@@ -124,8 +124,8 @@ event_wait_on(ModuleState *state, EventObject *self, CUstream stream,
         return -1;
     }
     /* The event may be of another context: the driver orders the two. */
-    IN_CONTEXT(scope, stream_context->handle, status,
-               driver.StreamWaitEvent(stream, self->handle, CU_EVENT_WAIT_DEFAULT));
+    BY_HANDLE(scope, stream_context->handle, stream, status,
+              driver.StreamWaitEvent(stream, self->handle, CU_EVENT_WAIT_DEFAULT));
     event_leave(self);
     if (status != CUDA_SUCCESS) {
         raise_cuda(state, scope_call(&scope, "cuStreamWaitEvent"), status, NULL);
