@@ -479,3 +479,14 @@ def stage(
 def has_signature(
     data: Any, signature: tuple[tuple[str, tuple[int, ...], np.dtype[Any]], ...], /
 ) -> bool: ...
+def memcpy_htod_rows_async(
+    dest: _DeviceEnd, src: NDArray[Any], stream: _AnyStream = None
+) -> None: ...
+def row_bytes(array: NDArray[Any], /) -> int: ...
+def stage_htod_async(
+    dest: _DeviceEnd,
+    src: NDArray[Any],
+    staging: NDArray[Any],
+    stream: _AnyStream = None,
+    threads: SupportsIndex = 0,
+) -> None: ...

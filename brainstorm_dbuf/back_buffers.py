@@ -38,6 +38,9 @@ ALIGNMENT = 256
 DIRECT_COPY_MIN_BYTES = 64 * 1024
 
 
+# The copy engine takes some time for each row: shorter ones are better gathered.
+ROW_MIN_BYTES = 256
+
 # Above, an input's copy begins while it is still being staged; below, all inputs
 # together are one copy.
 PIPELINE_MIN_BYTES = 4 << 20
@@ -325,7 +328,7 @@ class DeviceSlot:
         if (
             array.nbytes < DIRECT_COPY_MIN_BYTES
             or array.dtype != place.dtype
-            or not _cuda.has_rows(array)
+            or _cuda.row_bytes(array) < ROW_MIN_BYTES
         ):
             return False
         region = self._held and self._held.find(array)

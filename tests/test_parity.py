@@ -23,9 +23,9 @@ from parity import (
 PATHS = {
     "staged": (None, {}),
     "pipelined": (None, {"PIPELINE_MIN_BYTES": 0}),
-    "in place": ("float32", {"DIRECT_COPY_MIN_BYTES": 0}),
+    "in place": ("float32", {"DIRECT_COPY_MIN_BYTES": 0, "ROW_MIN_BYTES": 0}),
     "narrow": ("narrow", {"PIPELINE_MIN_BYTES": 0}),
-    "narrow, in place": ("narrow", {"DIRECT_COPY_MIN_BYTES": 0}),
+    "narrow, in place": ("narrow", {"DIRECT_COPY_MIN_BYTES": 0, "ROW_MIN_BYTES": 0}),
 }
 
 # When the stand-in driver runs what is queued.

@@ -59,6 +59,11 @@ def numbers(dtype, size, seed=0):
     return array.astype(dtype)
 
 
+def native(source):
+    """Its own dtype: nothing is cast, at most the bytes are put in order."""
+    return np.dtype(source).newbyteorder("=")
+
+
 def check(dest_type, src, threads):
     expected = np.empty(src.shape, dest_type)
     dest = np.full(src.shape, 7, dest_type)
@@ -97,14 +102,14 @@ LAYOUTS = {
 def test_each_dtype_and_layout_gives_numpys_bytes(source, layout):
     src = np.asarray(LAYOUTS[layout](numbers(source, 60_000)))
     src.flags.writeable = False
-    for dest_type in DESTS:
+    for dest_type in (*DESTS, native(source)):
         check(dest_type, src, 1)
 
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_threads_and_streaming_give_numpys_bytes(source):
     for size, threads, dest_type in itertools.product(
-        (LARGE, STREAMED + 13), THREADS, DESTS
+        (LARGE, STREAMED + 13), THREADS, (*DESTS, native(source))
     ):
         src = numbers(source, size)
         check(dest_type, src, threads)
@@ -148,7 +153,7 @@ def test_a_signalling_nan_keeps_its_bits_where_there_is_no_cast():
 
 def test_a_bool_that_is_neither_0_nor_1_counts_as_true():
     src = np.arange(256, dtype=np.uint8).view(bool)
-    for dest_type in DESTS:
+    for dest_type in (*DESTS, bool):
         check(dest_type, src, 1)
 
 

@@ -33,6 +33,7 @@
 #include <cudaTypedefs.h>
 
 #include <stdatomic.h>
+#include <stddef.h>
 #include <stdint.h>
 
 /* ---- Driver table (driver.c) ---- */
@@ -348,6 +349,7 @@ struct ContextObject {
     PyObject *owner;   /* owned, or NULL: keeps a foreign context alive */
     Py_ssize_t pushes; /* push() less pop(); each owns a reference to this object, lest
                           a thread's current context be destroyed under it */
+    int max_pitch;     /* of its device, bytes between rows; 0 until asked for */
     Ledger *ledgers;   /* owned list: streams that have no Stream object of ours */
     ContextObject *next; /* borrowed: next in the list of all contexts */
 };
@@ -375,6 +377,10 @@ ContextObject *context_argument(ModuleState *state, PyObject *object);
 /* The ledger of a stream that has no Stream object. Borrowed from the context, valid
  * until the GIL is released; NULL with MemoryError set. */
 Ledger *context_ledger(ContextObject *context, CUstream stream);
+
+/* The most bytes from row to row that a copy of rows may have on the context's device,
+ * by the driver the first time. Return 0, or -1 with an error set. */
+int context_max_pitch(ModuleState *state, ContextObject *self, size_t *pitch);
 
 typedef struct {
     CUcontext previous; /* borrowed */
@@ -432,10 +438,11 @@ scope_call(const Scope *scope, const char *call)
         } \
     } while (0)
 
-/* status = call, on a stream and an event, which know their context: the driver wants
- * none to be current for them (CUDA C++ Programming Guide, stream and event behavior on
- * several devices), and where it does after all, it gets it. The special streams mean
- * those of the current context. Saves a twentieth of the call. Needs no GIL. */
+/* status = call, on a stream and what goes with it: these know their context, so the
+ * driver wants none to be current (CUDA C++ Programming Guide, stream and event
+ * behavior on several devices), and where it does after all, it gets it. The special
+ * streams mean those of the current context. Saves a twentieth of a short call. Needs
+ * no GIL. */
 #define BY_HANDLE(scope, context, stream, status, call) \
     do { \
         (scope).failed = NULL; \
@@ -565,6 +572,35 @@ int event_record(ModuleState *state, EventObject *event, CUstream stream,
 int event_wait_on(ModuleState *state, EventObject *event, CUstream stream,
                   ContextObject *stream_context);
 
+/* ---- Layout of arrays (layout.c) ---- */
+
+enum { MOST_AXES = 64 }; /* NumPy 2 has no more */
+
+/* An array's axes, outermost first, with those merged that are one walk through
+ * memory, and without those of one element. */
+typedef struct {
+    int ndim; /* at least 1 */
+    size_t shape[MOST_AXES];
+    ptrdiff_t strides[MOST_AXES]; /* bytes */
+} Axes;
+
+/* Of an array with elements and at most MOST_AXES axes. */
+void array_axes(PyArrayObject *array, Axes *axes);
+
+/* First byte and one past the last of an array, whatever its strides. */
+void array_bounds(PyArrayObject *array, char **first, char **end);
+
+/* Rows of one length at one distance. */
+typedef struct {
+    size_t width; /* bytes of a row; like height 0 for an array without bytes */
+    size_t pitch; /* bytes from one row's begin to the next one's; at least width */
+    size_t height;
+} HostRows;
+
+/* Return 1 and the rows that the array's bytes are in its own order, one if it is
+ * C-contiguous; or 0 if they are no such rows. */
+int array_rows(PyArrayObject *array, HostRows *rows);
+
 /* ---- Memory ---- */
 
 typedef struct {
@@ -650,6 +686,29 @@ ContextObject *common_context(ModuleState *state, ContextObject *first,
  */
 int check_fits(const char *role, size_t nbytes, size_t needed);
 
+/* ---- What the files with copies share (copy.c) ---- */
+
+/* The `stream` argument: where none is given, a DeviceArray's own. As stream_resolve.
+ */
+int copy_stream(ModuleState *state, PyObject *given, const DeviceEnd *first,
+                const DeviceEnd *second, StreamRef *stream);
+
+/* The ledger of a resolved stream. Borrowed; NULL with MemoryError set. */
+Ledger *copy_ledger(const StreamRef *stream, ContextObject *context);
+
+/* What the ledger holds for a device end; new reference. */
+PyObject *copy_held_end(const DeviceEnd *end, const StreamRef *stream);
+
+/* Refuse a host end that is not page-locked: the driver would copy synchronously, or
+ * read it later than the caller thinks. `instead` is the copy that takes any memory.
+ * Return 0, or -1 with an error set. */
+int copy_check_locked(ModuleState *state, const char *function, const char *role,
+                      const char *instead, const HostEnd *host, ContextObject *context);
+
+/* True if queueing a copy takes no longer than letting go of the GIL and taking it
+ * again is worth: a small one, in a stream whose queue is far from full. */
+int copy_is_brief(const Ledger *ledger, size_t nbytes);
+
 /* ---- Tables of the other files ---- */
 
 extern PyType_Spec Device_spec, Context_spec, Stream_spec, Event_spec,
@@ -658,7 +717,7 @@ extern PyType_Spec Device_spec, Context_spec, Stream_spec, Event_spec,
 PyObject *device_new(ModuleState *state, int ordinal);
 
 extern PyMethodDef device_functions[], device_memory_functions[],
-    pagelocked_functions[], copy_functions[], memset_functions[], signature_functions[],
-    stage_functions[];
+    pagelocked_functions[], copy_functions[], copy_rows_functions[], memset_functions[],
+    signature_functions[], stage_functions[], stage_htod_functions[];
 
 #endif

@@ -130,6 +130,34 @@ context_argument(ModuleState *state, PyObject *object)
     return (ContextObject *)Py_NewRef(object);
 }
 
+int
+context_max_pitch(ModuleState *state, ContextObject *self, size_t *pitch)
+{
+    if (self->max_pitch == 0) {
+        const char *call = "cuCtxGetDevice";
+        CUdevice device = 0;
+        int value = 0;
+        Scope scope;
+        CUresult status = scope_enter(&scope, self->handle);
+        if (status == CUDA_SUCCESS) {
+            status = driver.CtxGetDevice(&device);
+            if (status == CUDA_SUCCESS) {
+                call = "cuDeviceGetAttribute";
+                status = driver.DeviceGetAttribute(
+                    &value, CU_DEVICE_ATTRIBUTE_MAX_PITCH, device);
+            }
+            scope_leave(&scope);
+        }
+        if (status != CUDA_SUCCESS) {
+            raise_cuda(state, scope_call(&scope, call), status, NULL);
+            return -1;
+        }
+        self->max_pitch = value;
+    }
+    *pitch = (size_t)self->max_pitch;
+    return 0;
+}
+
 /* Free the ledgers with nothing left in them: their foreign streams may be gone. */
 static void
 sweep_ledgers(ContextObject *self)

@@ -7,28 +7,26 @@
  * one's own, where it finds what was computed and is found by what comes. */
 #include "binding.h"
 
-/* The ledger of a resolved stream. Borrowed; NULL with MemoryError set. */
-static Ledger *
-ledger_of(const StreamRef *stream, ContextObject *context)
+Ledger *
+copy_ledger(const StreamRef *stream, ContextObject *context)
 {
     return stream->object != NULL ? &stream->object->ledger
                                   : context_ledger(context, stream->handle);
 }
 
-/* What the ledger holds for a device end; new reference. A DeviceArray on its own
- * stream needs none, since its memory is freed in that stream's order; and the stream,
- * which the array keeps alive, must not keep the array. */
-static PyObject *
-held_end(const DeviceEnd *end, const StreamRef *stream)
+/* A DeviceArray on its own stream needs nothing held, since its memory is freed in that
+ * stream's order; and the stream, which the array keeps alive, must not keep the
+ * array. */
+PyObject *
+copy_held_end(const DeviceEnd *end, const StreamRef *stream)
 {
     int is_ordered = end->stream != NULL && end->stream == stream->object;
     return Py_NewRef(is_ordered ? Py_None : end->hold);
 }
 
-/* The `stream` argument: where none is given, a DeviceArray's own. */
-static int
-resolve_stream(ModuleState *state, PyObject *given, const DeviceEnd *first,
-               const DeviceEnd *second, StreamRef *stream)
+int
+copy_stream(ModuleState *state, PyObject *given, const DeviceEnd *first,
+            const DeviceEnd *second, StreamRef *stream)
 {
     const DeviceEnd *end = first->stream != NULL ? first : second;
     if ((given == NULL || given == Py_None) && end->stream != NULL) {
@@ -37,18 +35,9 @@ resolve_stream(ModuleState *state, PyObject *given, const DeviceEnd *first,
     return stream_resolve(state, given, stream);
 }
 
-typedef struct {
-    Signature signature;
-    int to_device; /* htod, else dtoh */
-    int asynchronous;
-    const char *call; /* the driver's */
-} HostCopy;
-
-/* Refuse a host end that is not page-locked: the driver would copy synchronously, or
- * read it later than the caller thinks. Return 0, or -1 with an error set. */
-static int
-check_locked(ModuleState *state, const HostCopy *copy, const HostEnd *host,
-             ContextObject *context)
+int
+copy_check_locked(ModuleState *state, const char *function, const char *role,
+                  const char *instead, const HostEnd *host, ContextObject *context)
 {
     int is_locked = host->is_locked;
     if (!is_locked) {
@@ -68,21 +57,28 @@ check_locked(ModuleState *state, const HostCopy *copy, const HostEnd *host,
             "%s: %s is not page-locked, so the copy cannot be asynchronous; use "
             "%s, or make the array with pagelocked_empty or page-lock it with "
             "register_host_memory",
-            copy->signature.function, copy->to_device ? "src" : "dest",
-            copy->to_device ? "memcpy_htod" : "memcpy_dtoh");
+            function, role, instead);
         return -1;
     }
     return 0;
 }
 
-/* True if queueing a copy takes no longer than letting go of the GIL and taking it
- * again is worth: a small one, in a stream whose queue is far from full. The driver
- * makes its caller wait once some 1,000 pieces of work are queued in a stream. */
-static int
-is_brief(const Ledger *ledger, size_t nbytes)
+/* The driver makes its caller wait once some 1,000 pieces of work are queued in a
+ * stream. */
+int
+copy_is_brief(const Ledger *ledger, size_t nbytes)
 {
     return nbytes < LEDGER_SMALL && ledger->tail - ledger->head < LEDGER_DEEP;
 }
+
+/* ---- Between host and device ---- */
+
+typedef struct {
+    Signature signature;
+    int to_device; /* htod, else dtoh */
+    int asynchronous;
+    const char *call; /* the driver's */
+} HostCopy;
 
 /* A synchronous copy on a stream. Needs no GIL. */
 static CUresult
@@ -101,8 +97,8 @@ issue_host_copy(const HostCopy *copy, Scope *scope, ContextObject *context,
 {
     CUresult status;
     if (copy->to_device && copy->asynchronous) {
-        IN_CONTEXT(
-            *scope, context->handle, status,
+        BY_HANDLE(
+            *scope, context->handle, stream, status,
             driver.MemcpyHtoDAsync(device->ptr, host->ptr, host->nbytes, stream));
     }
     else if (device->stream != NULL) {
@@ -114,8 +110,8 @@ issue_host_copy(const HostCopy *copy, Scope *scope, ContextObject *context,
                    driver.MemcpyHtoD(device->ptr, host->ptr, host->nbytes));
     }
     else if (copy->asynchronous) {
-        IN_CONTEXT(
-            *scope, context->handle, status,
+        BY_HANDLE(
+            *scope, context->handle, stream, status,
             driver.MemcpyDtoHAsync(host->ptr, device->ptr, host->nbytes, stream));
     }
     else {
@@ -147,7 +143,7 @@ copy_host(PyObject *module, const HostCopy *copy, PyObject *const *args,
                            copy->to_device, &device) < 0 ||
         host_end_resolve(state, host_role, given[copy->to_device ? 1 : 0],
                          !copy->to_device, &host) < 0 ||
-        resolve_stream(state, given[2], &device, &device, &stream) < 0) {
+        copy_stream(state, given[2], &device, &device, &stream) < 0) {
         goto done;
     }
     if (host.nbytes == 0) {
@@ -161,10 +157,12 @@ copy_host(PyObject *module, const HostCopy *copy, PyObject *const *args,
         goto done;
     }
     if (copy->asynchronous) {
-        if (check_locked(state, copy, &host, context) < 0) {
+        if (copy_check_locked(state, copy->signature.function, host_role,
+                              copy->to_device ? "memcpy_htod" : "memcpy_dtoh", &host,
+                              context) < 0) {
             goto done;
         }
-        ledger = ledger_of(&stream, context);
+        ledger = copy_ledger(&stream, context);
         if (ledger == NULL ||
             ledger_reserve(state, ledger, context, host.nbytes, &ticket) < 0) {
             goto done;
@@ -172,7 +170,7 @@ copy_host(PyObject *module, const HostCopy *copy, PyObject *const *args,
     }
     CUresult status;
     Scope scope;
-    if (ledger != NULL && is_brief(ledger, host.nbytes)) {
+    if (ledger != NULL && copy_is_brief(ledger, host.nbytes)) {
         status = issue_host_copy(copy, &scope, context, &device, &host, stream.handle);
     }
     else {
@@ -189,7 +187,8 @@ copy_host(PyObject *module, const HostCopy *copy, PyObject *const *args,
         goto done;
     }
     if (ledger != NULL) {
-        ledger_commit(ledger, context, &ticket, held_end(&device, &stream), host.hold);
+        ledger_commit(ledger, context, &ticket, copy_held_end(&device, &stream),
+                      host.hold);
         host.hold = NULL; /* stolen */
     }
     result = Py_NewRef(Py_None);
@@ -242,7 +241,7 @@ pair_resolve(ModuleState *state, PyObject *dest, PyObject *src, PyObject *stream
 {
     if (device_end_resolve(state, "dest", dest, 1, &pair->dest) < 0 ||
         device_end_resolve(state, "src", src, 0, &pair->src) < 0 ||
-        resolve_stream(state, stream, &pair->dest, &pair->src, &pair->stream) < 0) {
+        copy_stream(state, stream, &pair->dest, &pair->src, &pair->stream) < 0) {
         return -1;
     }
     return 0;
@@ -269,7 +268,7 @@ pair_check(ModuleState *state, DevicePair *pair, size_t dest_needs, size_t src_n
     do { \
         Scope scope; \
         Ticket ticket; \
-        Ledger *ledger = ledger_of(&(pair)->stream, (pair)->context); \
+        Ledger *ledger = copy_ledger(&(pair)->stream, (pair)->context); \
         if (ledger == NULL || \
             ledger_reserve((state), ledger, (pair)->context, (size), &ticket) < 0) { \
             (status) = CUDA_ERROR_UNKNOWN; /* the error is set */ \
@@ -280,8 +279,8 @@ pair_check(ModuleState *state, DevicePair *pair, size_t dest_needs, size_t src_n
         Py_END_ALLOW_THREADS \
         if ((status) == CUDA_SUCCESS) { \
             ledger_commit(ledger, (pair)->context, &ticket, \
-                          held_end(&(pair)->dest, &(pair)->stream), \
-                          held_end(&(pair)->src, &(pair)->stream)); \
+                          copy_held_end(&(pair)->dest, &(pair)->stream), \
+                          copy_held_end(&(pair)->src, &(pair)->stream)); \
         } \
         else { \
             ledger_cancel(ledger, &ticket); \

@@ -86,8 +86,9 @@ module_exec(PyObject *module)
     ModuleState *state = module_state(module);
     PyMethodDef *functions[] = {module_functions,        device_functions,
                                 device_memory_functions, pagelocked_functions,
-                                copy_functions,          memset_functions,
-                                signature_functions,     stage_functions};
+                                copy_functions,          copy_rows_functions,
+                                memset_functions,        signature_functions,
+                                stage_functions,         stage_htod_functions};
     if (PyArray_ImportNumPyAPI() < 0 || add_errors(module, state) < 0) {
         return -1;
     }

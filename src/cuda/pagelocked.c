@@ -8,29 +8,6 @@
 /* Where empty arrays point to: NumPy wants an address, the driver gives none. */
 static _Alignas(64) char no_bytes[64];
 
-/* First byte and one past the last of an array, whatever its strides. */
-static void
-array_bounds(PyArrayObject *array, char **first, char **end)
-{
-    char *low = PyArray_BYTES(array), *high = low + PyArray_ITEMSIZE(array);
-    if (PyArray_SIZE(array) == 0) {
-        high = low;
-    }
-    else {
-        for (int i = 0; i < PyArray_NDIM(array); i++) {
-            npy_intp span = (PyArray_DIM(array, i) - 1) * PyArray_STRIDE(array, i);
-            if (span < 0) {
-                low += span;
-            }
-            else {
-                high += span;
-            }
-        }
-    }
-    *first = low;
-    *end = high;
-}
-
 PyObject *
 pagelocked_owner(ModuleState *state, PyArrayObject *array, const char *first,
                  const char *end)
@@ -748,6 +725,8 @@ PyMethodDef pagelocked_functions[] = {
          "Raises CudaError if it, or a part of it, is registered already.")},
     {"is_pagelocked", is_pagelocked, METH_O,
      PyDoc_STR("is_pagelocked($module, array, /)\n--\n\n"
-               "Return whether an array lies in page-locked memory.")},
+               "Return whether an array lies in page-locked memory, from its first "
+               "byte to its last.\n\n"
+               "It need not be contiguous.")},
     {NULL, NULL, 0, NULL},
 };

@@ -1,10 +1,10 @@
-/* What stage.c has from stage_kernels.c: loops over runs of elements, no Python. */
+/* What gather.c has from stage_kernels.c: loops over runs of elements, no Python. */
 #ifndef BRAINSTORM_DBUF_STAGE_H
 #define BRAINSTORM_DBUF_STAGE_H
 
 #include <stddef.h>
 
-/* The dtypes that are cast here, by NumPy's letters. */
+/* The dtypes that are cast, or moved, here, by NumPy's letters. */
 typedef enum {
     STAGE_BOOL,
     STAGE_I1,
@@ -21,12 +21,20 @@ typedef enum {
     STAGE_SOURCES
 } StageSource;
 
+/* What to. */
+typedef enum {
+    STAGE_TO_F4,
+    STAGE_TO_F8,
+    STAGE_TO_SAME, /* the source's own dtype, in the byte order of the machine */
+    STAGE_TARGETS
+} StageTarget;
+
 /* Cast `count` elements, `stride` bytes apart in src and side by side in dest. */
 typedef void (*StageCast)(char *restrict dest, const char *restrict src,
                           ptrdiff_t stride, size_t count);
 
-/* The loop for this processor, to float64 if `to_double`, else to float32. */
-StageCast stage_cast(StageSource source, int is_swapped, int to_double);
+/* The loop for this processor. */
+StageCast stage_cast(StageSource source, int is_swapped, StageTarget target);
 
 /* Move nbytes, by stores that do not pull dest into the caches where the processor has
  * such. dest must lie on 16 bytes, and nbytes be a multiple of them. Other threads see

@@ -98,14 +98,14 @@ half_to_double(uint16_t half)
 #endif
 
 StageCast
-stage_cast(StageSource source, int is_swapped, int to_double)
+stage_cast(StageSource source, int is_swapped, StageTarget target)
 {
 #ifdef HAS_AVX2_SET
     if (__builtin_cpu_supports("avx2")) {
-        return avx2_table[source][is_swapped][to_double];
+        return avx2_table[source][is_swapped][target];
     }
 #endif
-    return plain_table[source][is_swapped][to_double];
+    return plain_table[source][is_swapped][target];
 }
 
 void

@@ -1,5 +1,6 @@
-/* Runs of elements cast to float32 or float64, for stage_kernels.c, which includes this
- * once for each set of instructions: KERNEL(name) gives a function its name.
+/* Runs of elements cast to float32 or float64, or moved as they are, for
+ * stage_kernels.c, which includes this once for each set of instructions: KERNEL(name)
+ * gives a function its name.
  *
  * Elements are loaded and stored by memcpy, which compiles to a plain move: src may lie
  * at any address. What must keep the bits of a NaN is moved as an integer, as in
@@ -67,30 +68,38 @@ CAST(f2_f8, uint16_t, uint64_t, half_to_double(x))
 CAST(f2s_f4, uint16_t, uint32_t, half_to_float(__builtin_bswap16(x)))
 CAST(f2s_f8, uint16_t, uint64_t, half_to_double(__builtin_bswap16(x)))
 
-CAST(f4_f4, uint32_t, uint32_t, x)
 CAST(f4_f8, float, double, (double)x)
-CAST(f4s_f4, uint32_t, uint32_t, __builtin_bswap32(x))
 CAST(f4s_f8, uint32_t, double, (double)float_of(__builtin_bswap32(x)))
 
 CAST(f8_f4, double, float, (float)x)
-CAST(f8_f8, uint64_t, uint64_t, x)
 CAST(f8s_f4, uint64_t, float, (float)double_of(__builtin_bswap64(x)))
-CAST(f8s_f8, uint64_t, uint64_t, __builtin_bswap64(x))
+
+/* No cast: bytes of an element, in the order of the machine. */
+CAST(move1, uint8_t, uint8_t, x)
+CAST(move2, uint16_t, uint16_t, x)
+CAST(move2s, uint16_t, uint16_t, __builtin_bswap16(x))
+CAST(move4, uint32_t, uint32_t, x)
+CAST(move4s, uint32_t, uint32_t, __builtin_bswap32(x))
+CAST(move8, uint64_t, uint64_t, x)
+CAST(move8s, uint64_t, uint64_t, __builtin_bswap64(x))
 
 #undef CAST
 
-static const StageCast KERNEL(table)[STAGE_SOURCES][2][2] = {
-    [STAGE_BOOL] = {{KERNEL(bool_f4), KERNEL(bool_f8)},
-                    {KERNEL(bool_f4), KERNEL(bool_f8)}},
-    [STAGE_I1] = {{KERNEL(i1_f4), KERNEL(i1_f8)}, {KERNEL(i1_f4), KERNEL(i1_f8)}},
-    [STAGE_U1] = {{KERNEL(u1_f4), KERNEL(u1_f8)}, {KERNEL(u1_f4), KERNEL(u1_f8)}},
-    [STAGE_I2] = {{KERNEL(i2_f4), KERNEL(i2_f8)}, {KERNEL(i2s_f4), KERNEL(i2s_f8)}},
-    [STAGE_U2] = {{KERNEL(u2_f4), KERNEL(u2_f8)}, {KERNEL(u2s_f4), KERNEL(u2s_f8)}},
-    [STAGE_I4] = {{KERNEL(i4_f4), KERNEL(i4_f8)}, {KERNEL(i4s_f4), KERNEL(i4s_f8)}},
-    [STAGE_U4] = {{KERNEL(u4_f4), KERNEL(u4_f8)}, {KERNEL(u4s_f4), KERNEL(u4s_f8)}},
-    [STAGE_I8] = {{KERNEL(i8_f4), KERNEL(i8_f8)}, {KERNEL(i8s_f4), KERNEL(i8s_f8)}},
-    [STAGE_U8] = {{KERNEL(u8_f4), KERNEL(u8_f8)}, {KERNEL(u8s_f4), KERNEL(u8s_f8)}},
-    [STAGE_F2] = {{KERNEL(f2_f4), KERNEL(f2_f8)}, {KERNEL(f2s_f4), KERNEL(f2s_f8)}},
-    [STAGE_F4] = {{KERNEL(f4_f4), KERNEL(f4_f8)}, {KERNEL(f4s_f4), KERNEL(f4s_f8)}},
-    [STAGE_F8] = {{KERNEL(f8_f4), KERNEL(f8_f8)}, {KERNEL(f8s_f4), KERNEL(f8s_f8)}},
+#define LOOPS(to_f4, to_f8, same) {KERNEL(to_f4), KERNEL(to_f8), KERNEL(same)}
+
+static const StageCast KERNEL(table)[STAGE_SOURCES][2][STAGE_TARGETS] = {
+    [STAGE_BOOL] = {LOOPS(bool_f4, bool_f8, move1), LOOPS(bool_f4, bool_f8, move1)},
+    [STAGE_I1] = {LOOPS(i1_f4, i1_f8, move1), LOOPS(i1_f4, i1_f8, move1)},
+    [STAGE_U1] = {LOOPS(u1_f4, u1_f8, move1), LOOPS(u1_f4, u1_f8, move1)},
+    [STAGE_I2] = {LOOPS(i2_f4, i2_f8, move2), LOOPS(i2s_f4, i2s_f8, move2s)},
+    [STAGE_U2] = {LOOPS(u2_f4, u2_f8, move2), LOOPS(u2s_f4, u2s_f8, move2s)},
+    [STAGE_I4] = {LOOPS(i4_f4, i4_f8, move4), LOOPS(i4s_f4, i4s_f8, move4s)},
+    [STAGE_U4] = {LOOPS(u4_f4, u4_f8, move4), LOOPS(u4s_f4, u4s_f8, move4s)},
+    [STAGE_I8] = {LOOPS(i8_f4, i8_f8, move8), LOOPS(i8s_f4, i8s_f8, move8s)},
+    [STAGE_U8] = {LOOPS(u8_f4, u8_f8, move8), LOOPS(u8s_f4, u8s_f8, move8s)},
+    [STAGE_F2] = {LOOPS(f2_f4, f2_f8, move2), LOOPS(f2s_f4, f2s_f8, move2s)},
+    [STAGE_F4] = {LOOPS(move4, f4_f8, move4), LOOPS(move4s, f4s_f8, move4s)},
+    [STAGE_F8] = {LOOPS(f8_f4, move8, move8), LOOPS(f8s_f4, move8s, move8s)},
 };
+
+#undef LOOPS
