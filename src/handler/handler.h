@@ -232,6 +232,16 @@ op_lanes(size_t n, unsigned int most)
     return lanes;
 }
 
+/* How a launch of blocks of BLOCK_THREADS covers a matrix: x blocks along its rows, y
+ * along its columns, and in each block `lanes` threads (a power of two) along a row; see
+ * EACH_ROW in common.cuh. */
+typedef struct {
+    unsigned int lanes, x, y;
+} Tiling;
+
+/* For at least one row and one column. */
+Tiling op_tile(const Op *op, size_t rows, size_t columns);
+
 /* Queue out = op(a) op(b) + beta out (row-major float32 matrices with leading
  * dimensions in elements; op(a) is m x k, op(b) k x n). blas_ready must have returned 0
  * before op_begin. Nothing may be empty but k, which may be 0. */

@@ -80,6 +80,20 @@ op_blocks(const Op *op, size_t n, size_t each)
     return wanted < 1 ? 1 : wanted > most ? most : wanted;
 }
 
+Tiling
+op_tile(const Op *op, size_t rows, size_t columns)
+{
+    enum { WARP = 32, MOST = 65535 /* along y, of CUDA */ };
+    size_t most = (size_t)op->engine->processors * 32;
+    unsigned int lanes = op_lanes(columns, WARP);
+    size_t y = op_parts(columns, lanes);
+    y = y < most ? y : most;
+    y = y < MOST ? y : MOST;
+    size_t x = op_parts(rows, BLOCK_THREADS / lanes);
+    x = x < most / y ? x : most / y;
+    return (Tiling){lanes, (unsigned int)(x > 0 ? x : 1), (unsigned int)y};
+}
+
 void
 op_fill_words(Op *op, CUdeviceptr dest, unsigned int word, size_t n)
 {

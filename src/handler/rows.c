@@ -2,25 +2,6 @@
  * choice of one element a row, and broadcasting along an axis. */
 #include "handler.h"
 
-/* How a launch covers a matrix: see rows.cu. */
-typedef struct {
-    unsigned int lanes, x, y;
-} Tiling;
-
-static Tiling
-tile(const Op *op, size_t rows, size_t columns)
-{
-    enum { WARP = 32, MOST = 65535 /* along y, of CUDA */ };
-    size_t most = (size_t)op->engine->processors * 32;
-    unsigned int lanes = op_lanes(columns, WARP);
-    size_t y = op_parts(columns, lanes);
-    y = y < most ? y : most;
-    y = y < MOST ? y : MOST;
-    size_t x = op_parts(rows, BLOCK_THREADS / lanes);
-    x = x < most / y ? x : most / y;
-    return (Tiling){lanes, (unsigned int)(x > 0 ? x : 1), (unsigned int)y};
-}
-
 /* ---- merge_tt, split_add_tt ---- */
 
 /* 1 if rows can be moved in pieces of four elements. */
@@ -111,7 +92,7 @@ merge_tt(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwna
     op_rows_load(&op, &b);
     if (parts[2]->size > 0) {
         int fours = is_in_fours(&a) && is_in_fours(&b) && is_in_fours(&out);
-        Tiling t = tile(&op, out.rows, fours ? out.columns / 4 : out.columns);
+        Tiling t = op_tile(&op, out.rows, fours ? out.columns / 4 : out.columns);
         void *parameters[] = {&out.ptr,   &a.ptr,     &b.ptr,     &out.rows,
                               &a.columns, &b.columns, &out.pitch, &a.pitch,
                               &b.pitch,   &t.lanes,   &fours};
@@ -132,7 +113,7 @@ queue_split_add(Op *op, const Rows *a, const Rows *b, const Rows *x)
         return;
     }
     int fours = is_in_fours(a) && is_in_fours(b) && is_in_fours(x);
-    Tiling t = tile(op, rows, fours ? columns / 4 : columns);
+    Tiling t = op_tile(op, rows, fours ? columns / 4 : columns);
     void *parameters[] = {&a_ptr,     &b_ptr,     &x_ptr,   &rows,
                           &a_columns, &b_columns, &a_pitch, &b_pitch,
                           &x_pitch,   &t.lanes,   &fours};
@@ -228,7 +209,7 @@ binarize_v(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kw
         size_t v_stride = (size_t)v->strides[0];
         CUdeviceptr out_ptr = out->ptr, v_ptr = v->ptr;
         int *fault = (int *)engine->fault, number = FAULT_BINARIZE_V;
-        Tiling t = tile(&op, rows, columns);
+        Tiling t = op_tile(&op, rows, columns);
         void *parameters[] = {&out_ptr,    &v_ptr,    &rows,    &columns, &out_row,
                               &out_column, &v_stride, &t.lanes, &fault,   &number};
         op_launch3(&op, KERNEL_binarize_rows, t.x, t.y, 1, BLOCK_THREADS, 0,

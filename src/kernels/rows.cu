@@ -1,19 +1,6 @@
 /* Operations on the rows of matrices: merging and splitting them, one-hot rows and the
- * choice of one element a row.
- *
- * Blocks are two-dimensional: `lanes` neighbouring threads lie along a row, the others
- * on further rows, and the grid likewise (x the rows, y the columns), so that finding
- * an element takes no division. */
+ * choice of one element a row. */
 #include "common.cuh"
-
-#define EACH_ROW(row, rows, lanes) \
-    for (size_t row = \
-             blockIdx.x * (size_t)(blockDim.x / (lanes)) + threadIdx.x / (lanes); \
-         row < (rows); row += gridDim.x * (size_t)(blockDim.x / (lanes)))
-
-#define EACH_COLUMN(column, columns, lanes) \
-    for (size_t column = blockIdx.y * (size_t)(lanes) + (threadIdx.x & ((lanes) - 1)); \
-         column < (columns); column += gridDim.y * (size_t)(lanes))
 
 /* Sizes and pitches are in T. */
 template <typename T>
