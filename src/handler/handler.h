@@ -233,8 +233,8 @@ op_lanes(size_t n, unsigned int most)
 }
 
 /* How a launch of blocks of BLOCK_THREADS covers a matrix: x blocks along its rows, y
- * along its columns, and in each block `lanes` threads (a power of two) along a row; see
- * EACH_ROW in common.cuh. */
+ * along its columns, and in each block `lanes` threads (a power of two) along a row;
+ * see EACH_ROW in common.cuh. */
 typedef struct {
     unsigned int lanes, x, y;
 } Tiling;

@@ -85,7 +85,9 @@ op_tile(const Op *op, size_t rows, size_t columns)
 {
     enum { WARP = 32, MOST = 65535 /* along y, of CUDA */ };
     size_t most = (size_t)op->engine->processors * 32;
-    unsigned int lanes = op_lanes(columns, WARP);
+    /* A warp along each row, or more where there are fewer rows than warps. */
+    unsigned int lanes =
+        op_lanes(columns, BLOCK_THREADS / op_lanes(rows, BLOCK_THREADS / WARP));
     size_t y = op_parts(columns, lanes);
     y = y < most ? y : most;
     y = y < MOST ? y : MOST;
