@@ -130,11 +130,11 @@ static PyType_Spec Core_spec = {
 PyTypeObject *
 core_type(PyObject *module)
 {
-    PyMethodDef *tables[] = {memory_operations,      exchange_operations,
-                             elementwise_operations, matrix_operations,
-                             reduce_operations,      row_operations,
-                             random_operations,      convolution_operations,
-                             pooling_operations,     recurrent_operations};
+    PyMethodDef *tables[] = {
+        memory_operations,    exchange_operations,    elementwise_operations,
+        matrix_operations,    reduce_operations,      row_operations,
+        random_operations,    convolution_operations, pooling_operations,
+        recurrent_operations, widen_operations};
     PyTypeObject *type =
         (PyTypeObject *)PyType_FromModuleAndSpec(module, &Core_spec, NULL);
     for (size_t i = 0; i < Py_ARRAY_LENGTH(tables) && type != NULL; i++) {

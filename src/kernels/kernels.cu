@@ -8,3 +8,4 @@
 #include "convolution.cu"
 #include "pooling.cu"
 #include "recurrent.cu"
+#include "widen.cu"

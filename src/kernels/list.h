@@ -90,6 +90,10 @@
     X(recurrent_forward_step) X(recurrent_backward_step) \
     X(lstm_forward_step) X(lstm_backward_step) \
     X(recurrent_sum_rows) X(lstm_sum_rows) X(recurrent_add_sums)
+#define WIDEN_KERNELS(X) \
+    X(widen_bool) X(widen_i1) X(widen_u1) X(widen_i2) X(widen_u2) X(widen_i4) \
+    X(widen_u4) X(widen_f2) \
+    X(one_hot_rows)
 
 #define KERNELS(X) \
     MAP_KERNELS(X) \
@@ -98,6 +102,7 @@
     RANDOM_KERNELS(X) \
     CONVOLUTION_KERNELS(X) \
     POOLING_KERNELS(X) \
-    RECURRENT_KERNELS(X)
+    RECURRENT_KERNELS(X) \
+    WIDEN_KERNELS(X)
 
 #endif
