@@ -5,13 +5,20 @@
  * of PCIe 5.0's 55 from rows of 400 bytes on). */
 #include "binding.h"
 
+/* Whether they are one copy of the driver's for rows. */
+static int
+is_pitched(const HostRows *rows, size_t most_pitch)
+{
+    return rows->height > 1 && rows->pitch <= most_pitch;
+}
+
 /* Queue the copy of the rows to contiguous memory at dest. In the context, no GIL. */
 static CUresult
 queue_rows(CUdeviceptr dest, char *src, const HostRows *rows, size_t most_pitch,
            CUstream stream)
 {
     CUresult status = CUDA_SUCCESS;
-    if (rows->height > 1 && rows->pitch <= most_pitch) {
+    if (is_pitched(rows, most_pitch)) {
         CUDA_MEMCPY2D copy = {
             .srcMemoryType = CU_MEMORYTYPE_HOST,
             .srcHost = src,
@@ -117,8 +124,10 @@ memcpy_htod_rows_async(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     ledger_commit(ledger, context, &ticket, copy_held_end(&dest, &stream), host.hold);
     host.hold = NULL; /* stolen */
     if (status != CUDA_SUCCESS) {
-        raise_cuda(state, scope_call(&scope, "cuMemcpy2DAsync"), status,
-                   "%zu rows of %zu bytes", rows.height, rows.width);
+        const char *call =
+            is_pitched(&rows, most_pitch) ? "cuMemcpy2DAsync" : "cuMemcpyHtoDAsync";
+        raise_cuda(state, scope_call(&scope, call), status, "%zu rows of %zu bytes",
+                   rows.height, rows.width);
         goto done;
     }
     result = Py_NewRef(Py_None);
