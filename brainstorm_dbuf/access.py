@@ -123,7 +123,7 @@ class CudaAccess:
         common feature axis: its rows are copied with a pitch.
         """
         address = self._address(front)
-        row, pitch = _rows(front, self.dtype.itemsize)
+        row, pitch = _rows(front.shape, front.strides, self.dtype.itemsize)
         if row == pitch:
             _cuda.memcpy_dtod_async(address, source, nbytes, self.compute_stream)
         else:
@@ -145,13 +145,15 @@ def access_for(handler: Any) -> HostAccess | CudaAccess | None:
     return None
 
 
-def _rows(front: Any, itemsize: int) -> tuple[int, int]:
-    """Return (bytes in one contiguous row, bytes from row to row) of ``front``.
+@functools.lru_cache(maxsize=256)
+def _rows(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int
+) -> tuple[int, int]:
+    """Return (bytes in one contiguous row, bytes from row to row) of a front.
 
     The axes of an array that brainstorm cut out of a buffer merge into rows of one
     length at one distance; a contiguous array is a single row.
     """
-    shape, strides = front.shape, front.strides
     axis = len(shape)
     length = itemsize
     while axis and (shape[axis - 1] == 1 or strides[axis - 1] == length):

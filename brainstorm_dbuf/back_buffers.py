@@ -102,7 +102,7 @@ class HostSlot:
     def nbytes(self) -> int:
         return self._block.nbytes
 
-    def fill(self, arrays: Mapping[str, np.ndarray]) -> None:
+    def fill(self, arrays: Mapping[str, np.ndarray], kind: Any = None) -> None:
         """Gather and cast ``arrays`` into this slot.
 
         Raises:
@@ -173,6 +173,14 @@ class DeviceSlot:
         self._copied = _cuda.Event(access.context, blocking_sync=True)
         self._consumed = _cuda.Event(access.context)
         self._places: list[Place] = []
+        # What of them is staged and copied together, with the page-locked memory for
+        # each and for all; staged by itself; copied from where it lies.
+        self._small: list[tuple[str, np.ndarray]] = []
+        self._small_staging: np.ndarray | None = None
+        self._large: list[Place] = []
+        self._direct: list[Place] = []
+        # The kind of minibatch that all this was planned for, if it holds for the next.
+        self._kind: Any = None
         # Where inputs that the handler has to unpack lie when they are lent.
         self._unpacked: dict[str, Place] = {}
         # Whether `fill` has queued copies straight from the user's own arrays, and
@@ -191,17 +199,52 @@ class DeviceSlot:
     def page_locked_nbytes(self) -> int:
         return 0 if self._staging is None else self._staging.nbytes
 
-    def fill(self, arrays: Mapping[str, np.ndarray | OneHotIndices]) -> None:
+    def fill(
+        self, arrays: Mapping[str, np.ndarray | OneHotIndices], kind: Any = None
+    ) -> None:
         """Bring ``arrays`` to the device: queue their copies, staged where need be.
 
         Arrays that are page-locked already and need no cast are copied straight from
         where they lie. If ``source_in_use`` is true afterwards, their owner must not
         change them before :meth:`wait_copied` returns.
 
+        Args:
+            arrays: the inputs.
+            kind: the same object for minibatches of plain arrays with the same names,
+                shapes and dtypes; None where that is not known.
+
         Raises:
             CudaMemoryError: page-locked or device memory ran short.
         """
         self.reserve_seconds = 0.0
+        if kind is None or kind is not self._kind:
+            arrays = self._plan(arrays)
+            # Where small ones go does not depend on where they come from.
+            self._kind = None if self._large or self._direct else kind
+        stream = self._access.copy_stream
+        if self._consumed.recorded:
+            stream.wait_event(self._consumed)
+        if self._staging is not None:
+            self._wait_staging_is_free()
+        if self._small:
+            for name, view in self._small:
+                _cuda.stage(view, arrays[name])
+            _cuda.memcpy_htod_async(self._memory, self._small_staging, stream)
+        for place in self._large:
+            _cuda.stage_htod_async(
+                self._address(place), arrays[place.name], self._staged(place), stream
+            )
+        for place in self._direct:
+            _cuda.memcpy_htod_rows_async(
+                self._address(place), arrays[place.name], stream
+            )
+        self._copied.record(stream)
+
+    def _plan(
+        self, arrays: Mapping[str, np.ndarray | OneHotIndices]
+    ) -> dict[str, np.ndarray]:
+        """Decide where each input goes and how; return where they come from."""
+        self._kind = None
         self.direct = self.source_in_use = False
         sources, small, large, direct = {}, [], [], []
         for name, array in arrays.items():
@@ -224,26 +267,14 @@ class DeviceSlot:
                 if place.dtype != self._dtype
             }
             end = lay_out(self._unpacked.values(), end)
+        # Views of the block that may have to be replaced.
+        self._small, self._small_staging = [], None
         self._reserve(staged_end, end)
-
-        stream = self._access.copy_stream
-        if self._consumed.recorded:
-            stream.wait_event(self._consumed)
-        if staged_end:
-            self._wait_staging_is_free()
         if small_end:
-            for place in small:
-                _cuda.stage(self._staged(place), sources[place.name])
-            _cuda.memcpy_htod_async(self._memory, self._staging[:small_end], stream)
-        for place in large:
-            _cuda.stage_htod_async(
-                self._address(place), sources[place.name], self._staged(place), stream
-            )
-        for place in direct:
-            _cuda.memcpy_htod_rows_async(
-                self._address(place), sources[place.name], stream
-            )
-        self._copied.record(stream)
+            self._small = [(place.name, self._staged(place)) for place in small]
+            self._small_staging = self._staging[:small_end]
+        self._large, self._direct = large, direct
+        return sources
 
     def hand_over(self, fronts: Mapping[str, Any]) -> None:
         """Queue the copy of the inputs named in ``fronts`` into those arrays.
@@ -283,7 +314,7 @@ class DeviceSlot:
         """End :meth:`lend`: what was queued until now still reads this minibatch."""
         self._consumed.record(self._access.compute_stream)
         if _is_held(self._loan):
-            self._memory = None
+            self._memory = self._kind = None
         self._loan = None
 
     def read_back(self) -> dict[str, np.ndarray]:

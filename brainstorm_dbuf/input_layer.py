@@ -125,7 +125,7 @@ class DoubleBufferedInput:
             return Batch(kind, data=arrays)
         while (slot := self._claim()) is not None:
             try:
-                slot.fill(arrays)
+                slot.fill(arrays, kind if kind.signature is not None else None)
             except MemoryError as error:
                 self._step_down(error)
             except BaseException:

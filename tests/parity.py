@@ -148,11 +148,11 @@ def poison_back_buffers(monkeypatch):
 
     host_fill, device_fill = back_buffers.HostSlot.fill, back_buffers.DeviceSlot.fill
 
-    def poisoned_host_fill(self, arrays):
+    def poisoned_host_fill(self, *arguments):
         self._block.fill(0xFF)
-        host_fill(self, arrays)
+        host_fill(self, *arguments)
 
-    def poisoned_device_fill(self, arrays):
+    def poisoned_device_fill(self, *arguments):
         self.wait_copied()
         if self._staging is not None:
             self._staging.fill(0xFF)
@@ -161,7 +161,7 @@ def poison_back_buffers(monkeypatch):
             if self._consumed.recorded:
                 stream.wait_event(self._consumed)
             dbuf.memset_d8_async(self._memory, 0xFF, self._memory.nbytes, stream)
-        device_fill(self, arrays)
+        device_fill(self, *arguments)
 
     monkeypatch.setattr(back_buffers.HostSlot, "fill", poisoned_host_fill)
     monkeypatch.setattr(back_buffers.DeviceSlot, "fill", poisoned_device_fill)

@@ -264,9 +264,7 @@ NOT_READY = {
         (1, 2, LARGE), np.float32, order="F"
     ),
     "every second": lambda: pinned(np.full((1, 2, 2 * LARGE), 5))[..., ::2],
-    "a few bytes of each row": (
-        lambda: pinned(np.full((2, LARGE, 10), 5))[..., :3]
-    ),
+    "a few bytes of each row": (lambda: pinned(np.full((2, LARGE, 10), 5))[..., :3]),
     "backwards": lambda: pinned(large(5))[:, ::-1],
     "half of it ordinary": lambda: foreign_view(
         pinned(np.full((1, 2, LARGE), 5))
@@ -343,11 +341,6 @@ def test_only_the_inputs_that_are_asked_for_are_handed_over(access):
     assert (front.values() == 1).all()
 
 
-class Shaped:
-    def __init__(self, array):
-        self.shape, self.strides = array.shape, array.strides
-
-
 @hypothesis.given(
     st.lists(st.integers(1, 4), min_size=0, max_size=5),
     st.integers(1, 6),
@@ -358,7 +351,7 @@ class Shaped:
 def test_rows_reach_every_element_of_a_slice_of_features(leading, width, left, right):
     buffer = np.zeros((*leading, left + width + right), np.float32)
     front = buffer[..., left : left + width]
-    row, pitch = access_module._rows(Shaped(front), 4)
+    row, pitch = access_module._rows(front.shape, front.strides, 4)
     assert row % 4 == 0 and pitch >= row and front.nbytes % row == 0
     start = front.__array_interface__["data"][0] - buffer.ctypes.data
     flat = buffer.reshape(-1).view(np.uint8)
@@ -380,7 +373,7 @@ def test_rows_of_any_slice_are_right_or_refused(shape, data):
         cut.append(slice(start, data.draw(st.integers(start + 1, length))))
     front = buffer[tuple(cut)]
     try:
-        row, pitch = access_module._rows(Shaped(front), 4)
+        row, pitch = access_module._rows(front.shape, front.strides, 4)
     except ValueError as error:
         assert str(front.shape) in str(error) and str(front.strides) in str(error)
         return
@@ -405,10 +398,10 @@ def test_rows_of_any_slice_are_right_or_refused(shape, data):
 def test_a_front_that_is_not_rows_at_one_distance_is_refused(front):
     # Rows of one element are fine, as long as all have one distance.
     if front.strides == (48, 16, 8):
-        assert access_module._rows(Shaped(front), 4) == (4, 8)
+        assert access_module._rows(front.shape, front.strides, 4) == (4, 8)
         return
     with pytest.raises(ValueError, match="rows at one distance"):
-        access_module._rows(Shaped(front), 4)
+        access_module._rows(front.shape, front.strides, 4)
 
 
 # ------------------------------------------------------------------- slots on the host
