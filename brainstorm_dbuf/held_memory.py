@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import functools
+import inspect
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -61,6 +62,24 @@ def _brainstorms_iterators() -> frozenset[type]:
 
 def _arrays_of(iterator: Any) -> list[np.ndarray]:
     return [array for array in iterator.data.values() if isinstance(array, np.ndarray)]
+
+
+def source_of(minibatches: Any) -> Any:
+    """Return the data iterator whose pass this is, None where that cannot be told.
+
+    A data iterator's own method makes a pass, mostly as a generator; one that has
+    begun is not asked for.
+    """
+    from brainstorm.data_iterators import DataIterator
+
+    if not inspect.isgenerator(minibatches):
+        return None
+    if inspect.getgeneratorstate(minibatches) != inspect.GEN_CREATED:
+        return None
+    source = inspect.getgeneratorlocals(minibatches).get("self")
+    makes_passes = getattr(type(source).__call__, "__code__", None)
+    is_its_pass = minibatches.gi_code is makes_passes
+    return source if isinstance(source, DataIterator) and is_its_pass else None
 
 
 class Region:

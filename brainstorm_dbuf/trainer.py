@@ -11,7 +11,7 @@ import brainstorm
 from brainstorm.data_iterators import DataIterator
 
 from .feed import Feed, check_depth
-from .held_memory import DEFAULT_LIMIT, check_limit
+from .held_memory import DEFAULT_LIMIT, check_limit, source_of
 from .prefetch import Prefetch
 from .randomness import shared_random_draws
 from .resizing import quick_resizing
@@ -126,6 +126,9 @@ def run_network(
         all_inputs: whether every input of the network must be in each of them.
     """
     with Feed(net.handler) as feed, quick_resizing(net):
+        source = source_of(iterator)
+        if feed.works and source is not None:
+            iterator = feed.minibatches(source, iterator)
         yield from feed.run_network(net, iterator, all_inputs)
 
 

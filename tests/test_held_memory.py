@@ -20,7 +20,7 @@ from brainstorm.data_iterators import (
     Undivided,
 )
 from brainstorm_dbuf import held_memory
-from brainstorm_dbuf.held_memory import HeldMemory, extent, held_arrays
+from brainstorm_dbuf.held_memory import HeldMemory, extent, held_arrays, source_of
 from coded import FEATURES, From, Hook, Job, codes, stop_at
 from conftest import HANDLERS
 from parity import make_handler, poison_back_buffers
@@ -131,6 +131,36 @@ def test_prefetch_keeps_them_page_locked_from_pass_to_pass(device, driver):
     assert not any(map(dbuf.is_pagelocked, named.values()))
     assert registrations(driver) in (2, None)
     del batch
+
+
+def test_run_network_finds_the_data_behind_a_pass(device, driver):
+    named = data()
+    job = Job(device, driver)
+    iterator = minibatches(named)
+    for k, _ in enumerate(dbuf.run_network(job.net, iterator(job.net.handler))):
+        assert (job.net.get_input("default") == k).all()
+        assert all(map(dbuf.is_pagelocked, named.values()))
+    assert k == COUNT - 1 and not any(map(dbuf.is_pagelocked, named.values()))
+
+
+def test_which_data_iterator_a_pass_belongs_to():
+    iterator = minibatches(data())
+
+    def generator(self):
+        yield self
+
+    class Own(Minibatches):
+        def __call__(self, handler=None):
+            return super().__call__(handler)
+
+    begun = iterator()
+    next(begun)
+    assert source_of(iterator()) is iterator
+    noisy = AddGaussianNoise(iterator, {"default": 1.0})
+    assert source_of(noisy()) is noisy
+    own = Own(SAMPLES, **data())
+    for other in (begun, generator(iterator), own(), iter([]), [], None):
+        assert source_of(other) is None
 
 
 def test_small_data_are_left_alone(device, driver):
