@@ -23,7 +23,7 @@ import numpy as np
 
 ROUNDS, BURST = 2000, 20
 COPY_BYTES = 64 * 1024
-LIMITS = {"event record": 1.35, "wait event": 1.35, "memcpy_htod_async 64 KiB": 1.10}
+LIMITS = {"event record": 1.2, "wait event": 1.2, "memcpy_htod_async 64 KiB": 1.05}
 
 
 def build_floor() -> ctypes.CDLL:

@@ -3,8 +3,9 @@
 Network: FullyConnected 256 and 10 classes over 256 images of 224x224x3 float32 (154 MB a
 minibatch), 45 updates, the loss read after each; the first 5 are warm-up (brainstorm and
 the feed allocate their buffers then), the time of the other 40 together is divided by 40.
-Rows: the data set in ordinary memory and in page-locked memory, each plain and
-double-buffered, in turn in one process; medians over the repetitions. Beside them the
+Rows: the data set in ordinary memory (which the feed page-locks in place, once) and in
+page-locked memory, each plain and double-buffered, in turn in one process; medians over
+the repetitions. Beside them the
 bound of the same run: the step alone (the inputs stay on the device) and the link alone
 (one page-locked minibatch copied to the device and waited for), medians over 40. The
 weights of all rows must be equal to the bit.
@@ -28,10 +29,13 @@ from brainstorm.data_iterators import DataIterator, Minibatches
 
 CLASSES = 10
 WARM_UP = 5
+AT_MOST = 1.05  # of the bound
 
 
 class Cycle(DataIterator):
     """Pass over another iterator several times in one epoch."""
+
+    leaves_arrays_alone = True
 
     def __init__(self, iterator: DataIterator, times: int) -> None:
         super().__init__(iterator.data_shapes, iterator.length * times)
@@ -179,13 +183,17 @@ def main() -> int:
     ratio = statistics.median(times["ordinary, double-buffered"]) / statistics.median(
         times["ordinary, plain"]
     )
-    hidden = statistics.median(times["page-locked, double-buffered"]) / bound
     print(f"weights {'identical' if identical else 'DIFFERENT'}")
     print(f"ordinary memory: double-buffered / plain = {ratio:.2f} (at most 0.50)")
-    print(f"page-locked memory: double-buffered / bound = {hidden:.2f} (at most 1.15)")
+    failed = not identical or ratio > 0.50
+    for memory in ("ordinary", "page-locked"):
+        hidden = statistics.median(times[f"{memory}, double-buffered"]) / bound
+        print(f"{memory} memory: double-buffered / bound = {hidden:.2f} (at most "
+              f"{AT_MOST:.2f})")
+        failed |= hidden > AT_MOST
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
-    return int(not identical or ratio > 0.50 or hidden > 1.15)
+    return int(failed)
 
 
 if __name__ == "__main__":

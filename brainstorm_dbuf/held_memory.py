@@ -31,7 +31,10 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 def held_arrays(iterator: Any) -> list[np.ndarray]:
     """Return the arrays whose slices ``iterator`` yields; none for what is not known.
 
-    Another package's iterator is made known by ``held_arrays.register(ItsIterator)``.
+    Another package's iterator is made known by ``held_arrays.register(ItsIterator)``. A
+    class, or a wrapper around others, that never writes into the arrays it passes on
+    says so by an attribute of its own, ``leaves_arrays_alone = True``; else each copy out
+    of them is waited for before ``next`` is called again.
     """
     return []
 
@@ -186,7 +189,11 @@ class HeldMemory:
         held = [array for link in chain for array in held_arrays(link)]
         if len(held) == len(self._held) and all(map(_is, held, self._held)):
             return
-        lies_still = all(type(link) in leave_arrays_alone for link in chain)
+        lies_still = all(
+            type(link) in leave_arrays_alone
+            or vars(type(link)).get("leaves_arrays_alone", False)
+            for link in chain
+        )
         regions = list(_regions_of(held, lies_still))
         kept = []
         for region in regions:

@@ -447,6 +447,32 @@ def test_another_packages_iterator_can_make_its_arrays_known(device, driver):
     assert job.stats.direct == 2 * COUNT
 
 
+def test_a_wrapper_says_that_it_leaves_arrays_alone_a_subclass_says_it_anew(driver):
+    class Wrapper(DataIterator):
+        def __init__(self, iterator):
+            super().__init__(iterator.data_shapes, iterator.length)
+            self.iter = iterator
+
+    class Quiet(Wrapper):
+        leaves_arrays_alone = True
+
+    class Louder(Quiet):
+        pass
+
+    context = dbuf.Context.current()
+    stream = dbuf.Stream(context)
+    named = data()
+    found = []
+    for wrap in (Wrapper, Quiet, Louder):
+        held = HeldMemory(context, stream, 0.5, dbuf.FeedStats())
+        held.hold(wrap(minibatches(named)))
+        found.append(held.find(named["default"]).lies_still)
+        held.close()
+    assert found == [False, True, False]
+    stream.close()
+    del held
+
+
 def test_memory_is_found_by_address(driver):
     context = dbuf.Context.current()
     stream = dbuf.Stream(context)
