@@ -49,11 +49,11 @@ def coded(count, **shape):
     return From(lambda: (batch(k, **shape) for k in range(count)), count)
 
 
-def coded_net(features=FEATURES):
+def coded_net(*features):
     """Return a network with one layer, whose gradient depends on the input."""
     inp = bs.layers.Input(
         out_shapes={
-            "default": ("T", "B", features),
+            "default": ("T", "B", *(features or (FEATURES,))),
             "targets": ("T", "B", FEATURES),
         }
     )

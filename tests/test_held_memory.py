@@ -21,7 +21,7 @@ from brainstorm.data_iterators import (
 )
 from brainstorm_dbuf import held_memory
 from brainstorm_dbuf.held_memory import HeldMemory, extent, held_arrays, source_of
-from coded import FEATURES, From, Hook, Job, codes, stop_at
+from coded import FEATURES, From, Hook, Job, coded_net, codes, stop_at
 from conftest import HANDLERS
 from parity import make_handler, poison_back_buffers
 
@@ -287,43 +287,25 @@ def test_a_subclass_may_write_into_its_data_once_it_goes_on(mode, device, driver
     assert job.stats.direct == COUNT
 
 
+def images():
+    return coded_net(16, 16, 8)
+
+
 def test_flip_writes_into_the_data_and_is_waited_for(device, driver):
-    net = from_images()
     results = []
     for double_buffering in (False, True):
         rnd = np.random.default_rng(0)
-        images = rnd.random((1, 60, 16, 16, 8), np.float32)
+        pictures = rnd.random((1, 60, 16, 16, 8), np.float32)
         targets = rnd.random((1, 60, FEATURES), np.float32)
-        inner = Minibatches(12, shuffle=False, default=images, targets=targets)
+        inner = Minibatches(12, shuffle=False, default=pictures, targets=targets)
         bs.global_rnd.set_seed(1)
         iterator = Flip(inner, {"default": 0.5})
-        job = Job(device, driver, double_buffering, epochs=3, net=net)
+        job = Job(device, driver, double_buffering, epochs=3, net=images)
         job.stepper.look = lambda job=job: job.net.get_input("default").tobytes()
         job.train(iterator)
         results.append((job.seen, job.net.get("parameters").tobytes()))
     assert results[0] == results[1]
     assert job.stats.direct == 15
-
-
-def from_images():
-    def make():
-        inp = bs.layers.Input(
-            out_shapes={
-                "default": ("T", "B", 16, 16, 8),
-                "targets": ("T", "B", FEATURES),
-            }
-        )
-        out = bs.layers.FullyConnected(FEATURES, name="Out", activation="linear")
-        error = bs.layers.SquaredError(name="Error")
-        inp - "default" >> out
-        out >> "default" - error
-        inp - "targets" >> "targets" - error
-        error - "loss" >> bs.layers.Loss()
-        net = bs.Network.from_layer(inp)
-        net.initialize(bs.initializers.Gaussian(0.1))
-        return net
-
-    return make
 
 
 # ----------------------------------------------------------------------- the limit
