@@ -136,7 +136,7 @@ def one_input(default):
 
 
 def one_feature_net():
-    return coded_net(features=1)
+    return coded_net(1)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
