@@ -27,6 +27,7 @@ bench: $(VENV)/installed
 	$(BIN)/python bench/small_batches.py
 	$(BIN)/python bench/ragged.py
 	$(BIN)/python bench/staging.py
+	$(BIN)/python bench/feeds.py --handler numpy --quick
 
 $(VENV)/installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -79,8 +80,9 @@ gpu-memcheck: gpu-build
 
 gpu-bench: gpu-build
 	status=0; for bench in driver_calls small_batches large_batches handlers \
-		ragged staging; do \
-		$(GPU_ENV) $(PYTHON) bench/$$bench.py || status=1; done; exit $$status
+		ragged staging "feeds --json build/feeds.json"; do \
+		set -- $$bench; name=$$1; shift; \
+		$(GPU_ENV) $(PYTHON) bench/$$name.py "$$@" || status=1; done; exit $$status
 
 clean:
 	rm -rf build dist $(VENV) *.egg-info brainstorm_dbuf/*.so
