@@ -160,11 +160,11 @@ def test_an_error_while_a_minibatch_is_staged_comes_out(
     cls = getattr(back_buffers, slot)
     fill, filled = cls.fill, []
 
-    def failing(self, arrays):
+    def failing(self, *arguments):
         filled.append(threading.current_thread())
         if len(filled) == 3:
             raise error
-        fill(self, arrays)
+        fill(self, *arguments)
 
     job = Job(kind, driver)
     with monkeypatch.context() as patch:
