@@ -1,4 +1,4 @@
-"""The contestant in brainstorm: `dbuf.Trainer`, `bs.Trainer`, and the floor beside them.
+"""The contestant in brainstorm: `dbuf.Trainer`, `bs.Trainer`, and the floor.
 
 The network does next to nothing: what counts is an input that no layer reads, which
 brainstorm copies to its buffer all the same, and the loss is that of a FullyConnected
@@ -149,12 +149,16 @@ class Brainstorm:
         return {"seconds": self.floor.link(size.nbytes, updates)}
 
     def _pipeline(self, source, size, dtype, updates, warm_up) -> dict[str, Any]:
+        from feed_floor import CHUNK
+
         batches = self.arenas.minibatches(size, dtype)
         run = self.floor.pipeline
         if self.setup.handler == "numpy":
             run = self.floor.stage
-        run(batches, self.setup.threads, warm_up)
-        return {"seconds": run(batches, self.setup.threads, updates)}
+        # Nothing is split that is a single chunk.
+        threads = self.setup.threads if size.nbytes > CHUNK else 1
+        run(batches, threads, warm_up)
+        return {"seconds": run(batches, threads, updates)}
 
     def _iterator(self, source, size, dtype, updates, warm_up) -> dict[str, Any]:
         iterator = self._data_iterator(source, size, dtype)

@@ -21,7 +21,6 @@ from feed_data import Arenas, Size
 from feed_ours import Setup
 
 RING = 3
-# With more, the worker processes hold too much shared memory.
 LOADER_WORKERS = 8
 
 
@@ -83,7 +82,13 @@ class Torch(Peer):
         return self._prefetch(self._loader(arrays, total, num_workers=0))
 
     def loader_8(self, arrays: list[np.ndarray], total: int) -> Iterator[Any]:
-        loader = self._loader(arrays, total, num_workers=LOADER_WORKERS, timeout=30)
+        loader = self._loader(
+            arrays,
+            total,
+            num_workers=LOADER_WORKERS,
+            multiprocessing_context="fork",  # the data are not sent to the workers
+            timeout=30,
+        )
         return self._prefetch(loader)
 
     def pinning_thread(self, arrays: list[np.ndarray], total: int) -> Iterator[Any]:
@@ -96,20 +101,28 @@ class Torch(Peer):
             free.put((torch.empty(shape, dtype=torch.float32, pin_memory=True), None))
 
         def fill() -> None:
-            for array in _cycle(arrays, total):
-                pinned, copied = free.get()
-                if pinned is None:
-                    return
-                if copied is not None:
-                    copied.synchronize()
-                pinned.copy_(torch.from_numpy(array))
-                ready.put(pinned)
+            try:
+                for array in _cycle(arrays, total):
+                    pinned, copied = free.get()
+                    if pinned is None:
+                        return
+                    if copied is not None:
+                        copied.synchronize()
+                    pinned.copy_(torch.from_numpy(array))
+                    ready.put(pinned)
+            except Exception as error:
+                ready.put(error)
+
+        def filled() -> Iterator[Any]:
+            for _ in range(total):
+                if isinstance(item := ready.get(), Exception):
+                    raise item
+                yield item
 
         thread = threading.Thread(target=fill, daemon=True)
         thread.start()
-        pinned = (ready.get() for _ in range(total))
         try:
-            yield from self._prefetch(pinned, lambda *used: free.put(used))
+            yield from self._prefetch(filled(), lambda *used: free.put(used))
         finally:
             free.put((None, None))
             thread.join()

@@ -63,17 +63,25 @@ class Player:
 def _serve(
     pipe: Connection, module: str, kind: str, arguments: tuple[Any, ...]
 ) -> None:
-    player: Any = None
+    # At once, so that all processes start side by side; an error waits to be asked.
+    player, broken = None, ""
+    try:
+        player = getattr(importlib.import_module(module), kind)(*arguments)
+    except Exception as error:
+        broken = _text_of(error)
     while True:
         try:
             method, given = pipe.recv()
         except EOFError:
             return
         try:
-            if player is None:
-                player = getattr(importlib.import_module(module), kind)(*arguments)
-            answer = True, getattr(player, method)(*given)
+            answer = False, broken
+            if player is not None:
+                answer = True, getattr(player, method)(*given)
         except Exception as error:
-            text = " ".join(str(error).split())
-            answer = False, f"{type(error).__name__}: {text}"
+            answer = False, _text_of(error)
         pipe.send(answer)
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
