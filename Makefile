@@ -27,7 +27,7 @@ bench: $(VENV)/installed
 	$(BIN)/python bench/small_batches.py
 	$(BIN)/python bench/ragged.py
 	$(BIN)/python bench/staging.py
-	$(BIN)/python bench/feeds.py --handler numpy --quick --arena 300000000
+	$(BIN)/python bench/feeds.py --handler numpy --quick
 
 $(VENV)/installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
