@@ -363,9 +363,14 @@ class DeviceSlot:
         ):
             return False
         region = self._held and self._held.find(array)
-        if region is None or not self._lock(region):
-            if not _cuda.is_pagelocked(array):
-                return False
+        if region is None:
+            is_ready = _cuda.is_pagelocked(array)
+        else:
+            is_ready = self._lock(region) or (
+                region.is_locked_by_owner and _cuda.is_pagelocked(array)
+            )
+        if not is_ready:
+            return False
         self.direct = True
         if region is None or not region.lies_still:
             self.source_in_use = True

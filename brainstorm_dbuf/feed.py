@@ -254,6 +254,8 @@ class Pass:
         # The slot into which the last minibatch may still be on its way, straight from
         # the iterator's own arrays; used by the thread that calls `next`.
         self._in_flight: Any = None
+        # The last slot that was copied to straight from where the data lie.
+        self._last_direct: Any = None
         self._is_first = True
         # A minibatch that was fetched already, and how many seconds that took.
         self._given: tuple[Any, float] | None = None
@@ -398,6 +400,10 @@ class Pass:
             if self._worker is not None and not self._leave(self._worker, interrupted):
                 return
             self._ready.clear()
+            # After the pass the data are their owner's again. (An interrupt waits for
+            # no device.)
+            if self._last_direct is not None and not interrupted:
+                self._last_direct.wait_copied()
             if inspect.isgenerator(self._source):
                 self._source.close()
         finally:
@@ -467,6 +473,8 @@ class Pass:
         staging = time.perf_counter() - fetched
         if batch.slot is not None:
             staging -= batch.slot.reserve_seconds
+            if batch.slot.direct:
+                self._last_direct = batch.slot
             if batch.slot.source_in_use:
                 self._in_flight = batch.slot
         self._feed.note_preparation(batch, fetching, staging, self._is_first)

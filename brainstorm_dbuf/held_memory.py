@@ -14,6 +14,8 @@ import ctypes
 import functools
 import inspect
 import os
+import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +26,16 @@ from .stats import FeedStats
 
 DEFAULT_LIMIT = 0.5
 
+# Smaller pieces may share a page with others: the C library maps none by itself below
+# 32 MiB (M_MMAP_THRESHOLD), and the driver refuses a copy from memory that is partly
+# page-locked.
+REGION_MIN_BYTES = 32 << 20
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+
+# All regions that are page-locked by any feed: they share what they lock.
+_locked_regions: weakref.WeakSet[Region] = weakref.WeakSet()
+_lock = threading.Lock()
 
 
 @functools.singledispatch
@@ -98,11 +109,14 @@ class Region:
         self.high = high
         self.lies_still = lies_still
         self._writable = writable
+        # Owned, perhaps with other feeds' regions: a view whose base undoes the
+        # page-locking when it goes.
+        self._locked: np.ndarray | None = None
         # Kept alive for as long as the memory may be page-locked.
         self.owners: list[np.ndarray] = []
-        # Owned: a view whose base undoes the page-locking when it goes.
-        self._locked: np.ndarray | None = None
         self._refused = False
+        # Whether its arrays are page-locked by somebody who keeps them so.
+        self.is_locked_by_owner = False
 
     @property
     def nbytes(self) -> int:
@@ -115,29 +129,49 @@ class Region:
     def is_same(self, other: Region) -> bool:
         return (self.low, self.high) == (other.low, other.high)
 
-    def lock(self, context: _cuda.Context, allowed: int, stats: FeedStats) -> bool:
+    def lock(self, context: _cuda.Context, limit: float, stats: FeedStats) -> bool:
         """Page-lock the memory unless that was refused before; say whether it is."""
         if self._locked is None and not self._refused:
             self._refused = True
-            if self.nbytes > allowed:
-                stats.note(
-                    f"{self.nbytes} bytes of data are over the limit for page-locking "
-                    "in place (page_lock_limit): they are staged"
-                )
-                return False
-            if any(map(_cuda.is_pagelocked, self.owners)):
-                return False  # whoever has done that may also undo it
-            try:
-                self._locked = self._register(context)
-            except _cuda.CudaError as error:
-                stats.note_fallback(
-                    f"data could not be page-locked where they lie ({error}): they are "
-                    "staged"
-                )
+            with _lock:
+                self._lock_once(context, limit, stats)
         return self._locked is not None
+
+    def _lock_once(
+        self, context: _cuda.Context, limit: float, stats: FeedStats
+    ) -> None:
+        others = [region for region in _locked_regions if region._locked is not None]
+        for other in others:
+            if self.is_same(other):
+                self._locked = other._locked
+                _locked_regions.add(self)
+                return
+            if self.low < other.high and other.low < self.high:
+                return  # another feed's, which may let it go at any time
+        if any(map(_cuda.is_pagelocked, self.owners)):
+            self.is_locked_by_owner = True
+            return
+        pieces = {(region.low, region.high) for region in others}
+        allowed = limit * memory_size() - sum(high - low for low, high in pieces)
+        if self.nbytes > allowed:
+            stats.note(
+                f"{self.nbytes} bytes of data are over the limit for page-locking in "
+                "place (page_lock_limit): they are staged"
+            )
+            return
+        try:
+            self._locked = self._register(context)
+        except _cuda.CudaError as error:
+            stats.note_fallback(
+                f"data could not be page-locked where they lie ({error}): they are "
+                "staged"
+            )
+        else:
+            _locked_regions.add(self)
 
     def _register(self, context: _cuda.Context) -> np.ndarray:
         memory = (ctypes.c_uint8 * self.nbytes).from_address(self.low)
+        memory.owners = list(self.owners)  # until it is page-locked no more
         view = np.frombuffer(memory, np.uint8)
         if self._writable:
             return _cuda.register_host_memory(view, context=context)
@@ -151,6 +185,7 @@ class Region:
             return _cuda.register_host_memory(view, context=context)
 
     def unlock(self) -> None:
+        _locked_regions.discard(self)
         self._locked = None
 
 
@@ -187,13 +222,15 @@ class HeldMemory:
         leave_arrays_alone = _brainstorms_iterators()
         chain = list(_chain(iterator))
         held = [array for link in chain for array in held_arrays(link)]
-        if len(held) == len(self._held) and all(map(_is, held, self._held)):
-            return
         lies_still = all(
             type(link) in leave_arrays_alone
             or vars(type(link)).get("leaves_arrays_alone", False)
             for link in chain
         )
+        if len(held) == len(self._held) and all(map(_is, held, self._held)):
+            for region in self._regions:
+                region.lies_still = lies_still
+            return
         regions = list(_regions_of(held, lies_still))
         kept = []
         for region in regions:
@@ -219,8 +256,7 @@ class HeldMemory:
         """Say whether a region is page-locked by now."""
         if region.locked_bytes:
             return True
-        allowed = int(self._limit * memory_size()) - self.locked_bytes
-        locked = region.lock(self._context, allowed, self._stats)
+        locked = region.lock(self._context, self._limit, self._stats)
         self._stats.page_locked_in_place = max(
             self._stats.page_locked_in_place, self.locked_bytes
         )
@@ -276,29 +312,40 @@ def memory_size() -> int:
 
 
 def _regions_of(arrays: list[np.ndarray], lies_still: bool) -> Iterator[Region]:
-    """Yield the memory of arrays; what shares a page is one region.
+    """Yield the memory that arrays are views of; what shares a page is one region.
 
-    The driver page-locks whole pages, each once.
+    All of it: a copy from memory that is partly page-locked is refused by the driver
+    (cuMemHostRegister), and others may have views of it. So not where most of it is
+    nobody's here.
     """
-    spans = sorted(((*extent(array), array) for array in arrays), key=_low_and_high)
+    roots: dict[int, tuple[np.ndarray, list[np.ndarray]]] = {}
+    for array in arrays:
+        root = array
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        roots.setdefault(id(root), (root, []))[1].append(array)
+    spans = sorted(
+        ((*extent(root), root, held) for root, held in roots.values()),
+        key=_low_and_high,
+    )
     region: Region | None = None
-    for low, high, array in spans:
-        # Arrays that are mostly gaps would lock what is not theirs.
-        if low == high or high - low > 2 * array.nbytes:
+    for low, high, root, held in spans:
+        wanted = sum(array.nbytes for array in held)
+        if high - low < REGION_MIN_BYTES or high - low > 2 * wanted or low == high:
             continue
         if region is not None and low // _PAGE <= (region.high - 1) // _PAGE:
             region.high = max(region.high, high)
-            region._writable &= array.flags.writeable
+            region._writable &= root.flags.writeable
         else:
             if region is not None:
                 yield region
-            region = Region(low, high, lies_still, array.flags.writeable)
-        region.owners.append(array)
+            region = Region(low, high, lies_still, root.flags.writeable)
+        region.owners += [root, *held]
     if region is not None:
         yield region
 
 
-def _low_and_high(span: tuple[int, int, np.ndarray]) -> tuple[int, int]:
+def _low_and_high(span: tuple[int, int, Any, Any]) -> tuple[int, int]:
     return span[:2]
 
 

@@ -55,8 +55,8 @@ def unexpanded(iterator: Any, handler: Any) -> Iterator[dict[str, Any]]:
             )
             yield from type(iterator).__call__(source, handler)
         else:
-            data[name] = OneHotIndices(indices, size)
-            yield data
+            # The dict may be the user's own.
+            yield {**data, name: OneHotIndices(indices, size)}
 
 
 def expanded(data: Mapping[str, Any]) -> dict[str, Any]:

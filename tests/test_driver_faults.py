@@ -15,6 +15,7 @@ import pytest
 
 import brainstorm_dbuf as dbuf
 from brainstorm.data_iterators import Minibatches
+from brainstorm_dbuf import held_memory
 from binding_tools import unraisable_errors
 from coded import FEATURES, From, Job, batch, codes, workers
 from conftest import KIND, SUBPROCESS_PATH
@@ -98,6 +99,11 @@ PASSES = {
     "growing": lambda: From(growing_pass),
     "held": held_data,
 }
+
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch):
+    monkeypatch.setattr(held_memory, "REGION_MIN_BYTES", 0)
 
 
 def prepare(driver, depth=2):

@@ -27,6 +27,12 @@ from parity import make_handler, poison_back_buffers
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
 
+
+@pytest.fixture(autouse=True)
+def any_size(monkeypatch):
+    monkeypatch.setattr(held_memory, "REGION_MIN_BYTES", 0)
+
+
 # A minibatch's arrays are just large enough to be copied from where they lie.
 SAMPLES = 16384 // FEATURES + 1
 COUNT = 5
@@ -210,7 +216,83 @@ def test_arrays_over_the_same_memory_are_page_locked_once(device, driver):
     job.train(minibatches(named))
     assert job.seen == [(k, k + 1) for k in range(COUNT)]
     assert registrations(driver) in (1, None)
-    assert job.stats.page_locked_in_place == (half + SAMPLES) * FEATURES * 4
+    assert job.stats.page_locked_in_place == whole.nbytes
+
+
+def test_views_of_other_parts_of_the_memory_can_still_be_copied(device, driver):
+    """The driver refuses a copy from memory that is page-locked in part only."""
+    whole = {name: pages((1, 2 * COUNT * SAMPLES, FEATURES)) for name in data()}
+    half = COUNT * SAMPLES
+    for name, array in data().items():
+        whole[name][:, :half] = whole[name][:, half:] = array
+    named = {name: array[:, :half] for name, array in whole.items()}
+    looks = []
+    memory = dbuf.mem_alloc(next(iter(whole.values())).nbytes)
+
+    def look(update):
+        for array in whole.values():
+            dbuf.memcpy_htod(memory, array)
+        looks.append(update)
+
+    job = Job(device, driver, hooks=[Hook(look)]).train(minibatches(named))
+    assert job.seen == codes(*range(COUNT)) and len(looks) == COUNT
+    assert job.stats.direct == COUNT
+    # Where most of it is nobody's here, it is left alone.
+    few = {name: array[:, :SAMPLES] for name, array in whole.items()}
+    job = Job(device, driver).train(minibatches(few))
+    assert job.seen == codes(0) and job.stats.direct == 0
+    dbuf.Context.current().synchronize()
+    del memory, look, job
+
+
+def test_small_pieces_may_share_pages_and_are_left_alone(device, driver, monkeypatch):
+    monkeypatch.setattr(held_memory, "REGION_MIN_BYTES", 32 << 20)
+    job = run(device, driver, minibatches(data()))
+    assert job.seen == codes(*range(COUNT)) * 2
+    assert job.stats.direct == 0 and registrations(driver) in (0, None)
+
+
+@pytest.mark.parametrize("mode", ["late", "random", "eager"])
+def test_feeds_over_the_same_data_share_what_they_lock(mode, device, driver):
+    if driver.fake is not None:
+        driver.fake.mode(mode)
+    named = data()
+    handler = make_handler(device, driver)
+    first, second = (dbuf.Prefetch(minibatches(named)) for _ in range(2))
+    for _ in first(handler):
+        pass
+    seen = []
+    for k, batch in enumerate(second(handler)):
+        if k == 1:
+            first.close()  # its page-locking is still the other one's
+        assert all(map(dbuf.is_pagelocked, named.values()))
+        seen.append(float(handler.get_numpy_copy(batch["default"]).max()))
+        del batch
+    assert seen == [float(k) for k in range(COUNT)]
+    assert second.stats.direct == COUNT and registrations(driver) in (2, None)
+    second.close()
+    assert not any(map(dbuf.is_pagelocked, named.values()))
+
+
+@pytest.mark.parametrize("mode", ["late", "random", "eager"])
+def test_after_a_pass_the_data_are_the_users_again(mode, device, driver):
+    if driver.fake is not None:
+        driver.fake.mode(mode)
+    named = data()
+    handler = make_handler(device, driver)
+    with dbuf.Prefetch(minibatches(named)) as iterator:
+        arrays = [
+            handler.allocate(named["default"][:, :SAMPLES].shape) for _ in "12345"
+        ]
+        for array, batch in zip(arrays, iterator(handler)):
+            handler.copy_to(batch["default"], array)
+            del batch
+        for array in named.values():
+            array += 100
+        for k, array in enumerate(arrays):
+            assert (handler.get_numpy_copy(array) == k).all()
+    arrays.clear()
+    del array
 
 
 def test_arrays_on_one_page_are_page_locked_together(device, driver):
@@ -451,6 +533,21 @@ def test_a_wrapper_says_that_it_leaves_arrays_alone_a_subclass_says_it_anew(driv
         found.append(held.find(named["default"]).lies_still)
         held.close()
     assert found == [False, True, False]
+    stream.close()
+    del held
+
+
+def test_a_wrapper_that_comes_later_is_noticed(driver):
+    context = dbuf.Context.current()
+    stream = dbuf.Stream(context)
+    iterator = minibatches(data())
+    held = HeldMemory(context, stream, 0.5, dbuf.FeedStats())
+    found = []
+    for source in (iterator, Flip(iterator, {}), iterator):
+        held.hold(source)
+        found.append(held.find(iterator.data["default"]).lies_still)
+    assert found == [True, False, True]
+    held.close()
     stream.close()
     del held
 

@@ -7,7 +7,7 @@ import pytest
 
 import brainstorm_dbuf as dbuf
 import brainstorm as bs
-from brainstorm.data_iterators import AddGaussianNoise, Minibatches, OneHot
+from brainstorm.data_iterators import AddGaussianNoise, Minibatches, OneHot, Undivided
 from brainstorm_dbuf.one_hot import OneHotIndices, can_stay_indices, unexpanded
 from parity import SEED, assert_same, make_handler, poison_back_buffers, train
 
@@ -157,3 +157,10 @@ def test_no_indices_at_all_are_left_to_brainstorm(shape):
     )
     [data] = unexpanded(iterator, None)
     assert data["default"].shape == (*shape[:2], SYMBOLS)
+
+
+def test_the_users_own_dict_stays_as_it_is():
+    inner = Undivided(default=symbols(), targets=symbols())
+    [data] = unexpanded(OneHot(inner, {"default": SYMBOLS}), None)
+    assert type(data["default"]) is OneHotIndices
+    np.testing.assert_array_equal(inner.data["default"], symbols())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import brainstorm as bs
-from brainstorm_dbuf import back_buffers
+from brainstorm_dbuf import back_buffers, held_memory
 from networks import NETWORKS, minibatches
 from parity import (
     assert_same,
@@ -45,6 +45,7 @@ def cast(request, kind, monkeypatch):
         pytest.skip("nothing is copied to a device")
     for name, value in thresholds.items():
         monkeypatch.setattr(back_buffers, name, value)
+    monkeypatch.setattr(held_memory, "REGION_MIN_BYTES", 0)
     return cast
 
 

@@ -448,6 +448,7 @@ scope_call(const Scope *scope, const char *call)
         (scope).failed = NULL; \
         (status) = (uintptr_t)(stream) > 2 ? (call) : CUDA_ERROR_INVALID_CONTEXT; \
         if ((status) == CUDA_ERROR_INVALID_CONTEXT || \
+            (status) == CUDA_ERROR_CONTEXT_IS_DESTROYED || \
             (status) == CUDA_ERROR_INVALID_HANDLE) { \
             IN_CONTEXT(scope, context, status, call); \
         } \
