@@ -1361,6 +1361,56 @@ def test_copies_of_rows_move_rows_between_pitches(d):
     assert d.cuMemcpy2DAsync(byref(rows), NULL) == INVALID_VALUE
 
 
+def test_rows_further_apart_than_the_device_allows_are_refused(d, fake):
+    fake.set_max_pitch(24)
+    value = c_int()
+    d.ok("cuDeviceGetAttribute", byref(value), 11, 0)
+    assert value.value == 24
+    source, (address, target) = d.pinned(14), d.device(4)
+    source[:] = np.arange(14)
+    rows = Rows(
+        srcMemoryType=HOST, srcHost=at(source), srcPitch=24,
+        dstMemoryType=DEVICE, dstDevice=address, dstPitch=8,
+        WidthInBytes=8, Height=2,
+    )  # fmt: skip
+    d.ok("cuMemcpy2DAsync", byref(rows), NULL)
+    d.sync()
+    assert target.tolist() == [0, 1, 6, 7]
+    rows.srcPitch = 28
+    assert d.cuMemcpy2DAsync(byref(rows), NULL) == INVALID_VALUE
+    rows.srcPitch, rows.dstPitch = 24, 28
+    assert d.cuMemcpy2DAsync(byref(rows), NULL) == INVALID_VALUE
+
+
+def test_rows_of_which_only_some_are_page_locked_are_refused(d):
+    source, (address, _) = d.pinned(12), d.device(6)
+    rows = Rows(
+        srcMemoryType=HOST, srcHost=at(source) + 8, srcPitch=16,
+        dstMemoryType=DEVICE, dstDevice=address, dstPitch=8,
+        WidthInBytes=8, Height=3,
+    )  # fmt: skip
+    d.ok("cuMemcpy2DAsync", byref(rows), NULL)
+    rows.srcXInBytes = 4
+    assert d.cuMemcpy2DAsync(byref(rows), NULL) == INVALID_VALUE
+    d.sync()
+
+
+def test_rows_whose_source_goes_too_early_are_a_fault(d, fake):
+    array = np.zeros(12, np.int32)
+    d.ok("cuMemHostRegister", at(array), 48, 0)
+    address, target = d.device(6)
+    rows = Rows(
+        srcMemoryType=HOST, srcHost=at(array), srcPitch=16,
+        dstMemoryType=DEVICE, dstDevice=address, dstPitch=8,
+        WidthInBytes=8, Height=3,
+    )  # fmt: skip
+    d.ok("cuMemcpy2DAsync", byref(rows), NULL)
+    d.ok("cuMemHostUnregister", at(array))
+    d.sync()
+    assert fake.damage()["faults"] == 1
+    assert (target == -1).all()  # poison
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 def test_copies_of_rows_from_the_host_follow_the_rules_of_their_source(d, pinned):
     source = d.pinned(12) if pinned else np.empty(12, np.int32)

@@ -36,6 +36,7 @@ PROTOTYPES = {
     "fake_set_driver_version": (None, (c_int,)),
     "fake_set_device_count": (c_int, (c_int,)),
     "fake_set_limits": (None, (c_size_t, c_size_t)),
+    "fake_set_max_pitch": (None, (c_int,)),
     "fake_set_staged_htod": (None, (c_int,)),
     "fake_set_kernels": (None, (c_char_p,)),
     "fake_entry_name": (c_char_p, (c_int,)),
@@ -212,6 +213,10 @@ class FakeCuda:
         """Set the number of devices; with none, cuInit fails. ValueError over 16."""
         if self.library.fake_set_device_count(count):
             raise ValueError(f"{count} devices are not possible")
+
+    def set_max_pitch(self, nbytes: int) -> None:
+        """Set how far apart the rows of a copy may be; 2^31 - 1 after a reset."""
+        self.library.fake_set_max_pitch(nbytes)
 
     def set_staged_htod(self, on: bool = True) -> None:
         """Let cuMemcpyHtoD from pageable memory return before the bytes arrive.

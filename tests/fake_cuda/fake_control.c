@@ -53,6 +53,7 @@ set_defaults(void)
     fake.random = fake.moods = fake.lanes = 0;
     fake.hold = 0;
     fake.staged_htod = false;
+    fake.max_pitch = INT32_MAX;
     fake.device_limit = (size_t)DEFAULT_DEVICE_LIMIT_GIB << 30;
     fake.page_locked_limit = SIZE_MAX;
     memset(fake.calls, 0, sizeof(fake.calls));
@@ -144,6 +145,14 @@ fake_set_limits(size_t device_bytes, size_t page_locked_bytes)
     lock();
     fake.device_limit = device_bytes;
     fake.page_locked_limit = page_locked_bytes;
+    unlock();
+}
+
+FAKE_EXPORT void
+fake_set_max_pitch(int bytes)
+{
+    lock();
+    fake.max_pitch = bytes;
     unlock();
 }
 

@@ -301,7 +301,7 @@ device_attribute(CUdevice_attribute attribute, CUdevice device)
     case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
         return MULTIPROCESSORS;
     case CU_DEVICE_ATTRIBUTE_MAX_PITCH:
-        return INT32_MAX;
+        return fake.max_pitch;
     case CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT:
         return 2;
     case CU_DEVICE_ATTRIBUTE_PCI_BUS_ID:
@@ -1070,7 +1070,7 @@ rows_end(CUmemorytype type, const void *host, CUdeviceptr device, size_t x, size
          size_t pitch, size_t width, size_t height, struct end *out)
 {
     size_t start, extent;
-    bool fits = pitch <= INT32_MAX && x <= pitch && width <= pitch - x
+    bool fits = pitch <= (size_t)fake.max_pitch && x <= pitch && width <= pitch - x
                 && !__builtin_mul_overflow(y, pitch, &start)
                 && !__builtin_add_overflow(start, x, &start)
                 && !__builtin_mul_overflow(height - 1, pitch, &extent)

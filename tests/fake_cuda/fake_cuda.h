@@ -276,6 +276,7 @@ struct fake {
     uint64_t hold;    /* like stream.hold, for every stream */
     bool staged_htod; /* pageable cuMemcpyHtoD returns once the bytes are taken */
     size_t device_limit, page_locked_limit;
+    int max_pitch; /* of copies of rows */
 
     uint64_t calls[CALL_COUNT];
     bool hidden[CALL_COUNT];
