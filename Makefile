@@ -79,10 +79,9 @@ gpu-memcheck: gpu-build
 		$(PYTHON) -m pytest -p no:cacheprovider --timeout 300 $(KERNEL_TESTS)
 
 gpu-bench: gpu-build
-	status=0; for bench in driver_calls small_batches large_batches handlers \
-		ragged staging "feeds --json build/feeds.json"; do \
-		set -- $$bench; name=$$1; shift; \
-		$(GPU_ENV) $(PYTHON) bench/$$name.py "$$@" || status=1; done; exit $$status
+	status=0; for bench in driver_calls.py small_batches.py large_batches.py \
+		handlers.py ragged.py staging.py "feeds.py --json build/feeds.json"; do \
+		$(GPU_ENV) $(PYTHON) bench/$$bench || status=1; done; exit $$status
 
 clean:
 	rm -rf build dist $(VENV) *.egg-info brainstorm_dbuf/*.so

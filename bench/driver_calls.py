@@ -10,50 +10,34 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
 import timeit
 from pathlib import Path
 
 import brainstorm_dbuf as dbuf
 import numpy as np
+from in_c import build_c, driver_entry
 
 ROUNDS, BURST = 2000, 20
 COPY_BYTES = 64 * 1024
 LIMITS = {"event record": 1.2, "wait event": 1.2, "memcpy_htod_async 64 KiB": 1.05}
 
 
-def build_floor() -> ctypes.CDLL:
-    source = Path(__file__).with_name("floor.c")
-    library = Path(tempfile.mkdtemp()) / "floor.so"
-    compiler = os.environ.get("CC", "cc")
-    subprocess.run(
-        [compiler, "-O2", "-std=c11", "-shared", "-fPIC", source, "-o", library],
-        check=True,
-    )
-    return ctypes.CDLL(str(library))
-
-
 def main() -> int:
-    floor = build_floor()
-    cuda = ctypes.CDLL(os.environ.get("BRAINSTORM_DBUF_LIBCUDA", "libcuda.so.1"))
-    for name in ("floor_event_record", "floor_wait_event", "floor_memcpy_htod_async"):
-        getattr(floor, name).restype = ctypes.c_double
-
-    def entry(name, version):
-        """Return the driver's entry point, asked for as the binding asks."""
-        found = ctypes.c_void_p()
-        flags, status = ctypes.c_uint64(0), ctypes.c_int()
-        cuda.cuGetProcAddress_v2(
-            name.encode(), ctypes.byref(found), version, flags, ctypes.byref(status)
+    floor = build_c(
+        "floor.c",
+        ("floor_event_record", "floor_wait_event", "floor_memcpy_htod_async"),
+        "-O2",
+    )
+    record, wait, copy = (
+        ctypes.c_void_p(driver_entry(*entry))
+        for entry in (
+            ("cuEventRecord", 2000),
+            ("cuStreamWaitEvent", 3020),
+            ("cuMemcpyHtoDAsync", 3020),
         )
-        if not found.value:
-            raise RuntimeError(f"the driver has no {name}")
-        return found
-
+    )
     with dbuf.Context.primary(0) as context:
         stream = dbuf.Stream(context)
         event = dbuf.Event(context).record(stream)
@@ -64,19 +48,19 @@ def main() -> int:
         calls = {
             "event record": (
                 lambda: floor.floor_event_record(
-                    entry("cuEventRecord", 2000), event_handle, handle, BURST
+                    record, event_handle, handle, BURST
                 ),
                 "record(stream)",
             ),
             "wait event": (
                 lambda: floor.floor_wait_event(
-                    entry("cuStreamWaitEvent", 3020), handle, event_handle, BURST
+                    wait, handle, event_handle, BURST
                 ),
                 "wait_event(event)",
             ),
             "memcpy_htod_async 64 KiB": (
                 lambda: floor.floor_memcpy_htod_async(
-                    entry("cuMemcpyHtoDAsync", 3020),
+                    copy,
                     ctypes.c_ulonglong(int(memory)),
                     ctypes.c_void_p(source.ctypes.data),
                     ctypes.c_size_t(COPY_BYTES),

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import statistics
-import subprocess
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import brainstorm_dbuf as dbuf
 import numpy as np
+from in_c import build_c, driver_entry
 
 # As in feed_floor.c.
 CHUNK = 2 << 20
@@ -64,7 +61,13 @@ class Floor:
     """
 
     def __init__(self, context: dbuf.Context | None, nbytes: int, threads: int) -> None:
-        self._library = _build()
+        self._library = build_c(
+            "feed_floor.c",
+            ("floor_link", "floor_rows", "floor_stage", "floor_pipeline"),
+            "-O3",
+            "-march=native",
+            "-pthread",
+        )
         self._driver = None
         if context is None:
             self.dest = np.zeros(nbytes, np.uint8)
@@ -77,7 +80,7 @@ class Floor:
         self._stream = dbuf.Stream(context)
         self._events = [dbuf.Event(context) for _ in range(chunks)]
         self._event_handles = (_pointer * chunks)(*(e.handle for e in self._events))
-        entries = {name: _entry(*asked) for name, asked in _ENTRIES.items()}
+        entries = {name: driver_entry(*asked) for name, asked in _ENTRIES.items()}
         self._driver = _Driver(context.handle, self._stream.handle, **entries)
 
     def link(self, nbytes: int, passes: int) -> float:
@@ -160,39 +163,3 @@ def _source(batches: list[np.ndarray]) -> tuple[object, ...]:
         _int(len(batches)),
         _int(first.dtype == np.float64),
     )
-
-
-def _build() -> ctypes.CDLL:
-    source = Path(__file__).with_name("feed_floor.c")
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "feed_floor.so"
-        subprocess.run(
-            [
-                os.environ.get("CC", "cc"),
-                *"-O3 -march=native -std=c11 -shared -fPIC -pthread".split(),
-                source,
-                "-o",
-                library,
-            ],
-            check=True,
-        )
-        floor = ctypes.CDLL(str(library))
-    for name in ("floor_link", "floor_rows", "floor_stage", "floor_pipeline"):
-        getattr(floor, name).restype = ctypes.c_double
-    return floor
-
-
-def _entry(name: str, version: int) -> int:
-    """Return the driver's entry point, asked for as the binding asks."""
-    cuda = ctypes.CDLL(os.environ.get("BRAINSTORM_DBUF_LIBCUDA", "libcuda.so.1"))
-    found, status = _pointer(), _int()
-    cuda.cuGetProcAddress_v2(
-        name.encode(),
-        ctypes.byref(found),
-        version,
-        ctypes.c_uint64(0),
-        ctypes.byref(status),
-    )
-    if not found.value:
-        raise RuntimeError(f"the driver has no {name}")
-    return found.value

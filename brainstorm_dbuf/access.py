@@ -24,7 +24,6 @@ from . import _cuda
 from .back_buffers import DeviceSlot, HostSlot, Place
 from .held_memory import HeldMemory
 
-
 # No wider than float32, and all numbers of them exact or rounded once.
 _NARROW = frozenset(map(np.dtype, ("?", "i1", "u1", "i2", "u2", "i4", "u4", "f2")))
 
@@ -36,13 +35,13 @@ class HostAccess:
     # trainer's own thread fetched goes straight into the network.
     queues_copies = False
 
+    # Nothing is cast after it was copied.
+    unpacks: frozenset[np.dtype] = frozenset()
+
     def __init__(self, dtype: Any) -> None:
         self.dtype = np.dtype(dtype)
         self.context: AbstractContextManager[Any] = nullcontext()
         self.running: Callable[[], AbstractContextManager[Any]] = nullcontext
-
-    # What minibatches are cast from where the handler computes.
-    unpacks: frozenset[np.dtype] = frozenset()
 
     def new_slot(self, held: None = None, lends: bool = False) -> HostSlot:
         return HostSlot(self)

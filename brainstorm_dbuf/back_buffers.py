@@ -37,7 +37,6 @@ ALIGNMENT = 256
 # Asking the driver whether memory is page-locked costs about as much as copying this.
 DIRECT_COPY_MIN_BYTES = 64 * 1024
 
-
 # The copy engine takes some time for each row: shorter ones are better gathered.
 ROW_MIN_BYTES = 256
 
@@ -183,9 +182,7 @@ class DeviceSlot:
         self._kind: Any = None
         # Where inputs that the handler has to unpack lie when they are lent.
         self._unpacked: dict[str, Place] = {}
-        # Whether `fill` has queued copies straight from the user's own arrays, and
-        # whether their owner may use those again.
-        self.direct = False
+        # Whether copies are queued straight from arrays that their owner may use again.
         self.source_in_use = False
         # What the last `fill` spent on getting memory, in seconds.
         self.reserve_seconds = 0.0
@@ -194,6 +191,11 @@ class DeviceSlot:
     def nbytes(self) -> int:
         """Bytes of device memory held."""
         return 0 if self._memory is None else self._memory.nbytes
+
+    @property
+    def direct(self) -> bool:
+        """Whether `fill` has queued copies straight from the user's own arrays."""
+        return bool(self._direct)
 
     @property
     def page_locked_nbytes(self) -> int:
@@ -211,7 +213,7 @@ class DeviceSlot:
         Args:
             arrays: the inputs.
             kind: the same object for minibatches of plain arrays with the same names,
-                shapes and dtypes; None where that is not known.
+                shapes and dtypes, else a new one; None where that is not known.
 
         Raises:
             CudaMemoryError: page-locked or device memory ran short.
@@ -224,7 +226,7 @@ class DeviceSlot:
         stream = self._access.copy_stream
         if self._consumed.recorded:
             stream.wait_event(self._consumed)
-        if self._staging is not None:
+        if self._small or self._large:
             self._wait_staging_is_free()
         if self._small:
             for name, view in self._small:
@@ -245,7 +247,7 @@ class DeviceSlot:
     ) -> dict[str, np.ndarray]:
         """Decide where each input goes and how; return where they come from."""
         self._kind = None
-        self.direct = self.source_in_use = False
+        self.source_in_use = False
         sources, small, large, direct = {}, [], [], []
         for name, array in arrays.items():
             place, source = self._place(name, array)
@@ -371,7 +373,6 @@ class DeviceSlot:
             )
         if not is_ready:
             return False
-        self.direct = True
         if region is None or not region.lies_still:
             self.source_in_use = True
         return True

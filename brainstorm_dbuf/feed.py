@@ -330,6 +330,8 @@ class Pass:
         back buffers and back, were it not for this.
         """
         put, feed = self._feed.input_layer.put, self._feed
+        if not feed.input_layer.can_put:
+            return
         while self._worker is None and not self._ready and not feed.pays:
             started = time.perf_counter()
             try:

@@ -68,8 +68,6 @@ class DoubleBufferedInput:
         self._held = held
         self._lends = lends
         self._access = access
-        # On the host a minibatch goes straight into the network.
-        self._copies_itself = not access.queues_copies
         self._stats = stats
         # Minibatches mostly come as the one before: what was found out about that one
         # (names asked for, kind), and what its kind was compared with.
@@ -90,6 +88,11 @@ class DoubleBufferedInput:
             self._free.clear()
             self._slots = self._allowed = 0
             self._lock.notify_all()
+
+    @property
+    def can_put(self) -> bool:
+        """Whether :meth:`put` is for this handler: on the host there is no slot's use."""
+        return not self._access.queues_copies
 
     # ------------------------------ before the step ------------------------------ #
 
@@ -125,7 +128,7 @@ class DoubleBufferedInput:
             return Batch(kind, data=arrays)
         while (slot := self._claim()) is not None:
             try:
-                slot.fill(arrays, kind if kind.signature is not None else None)
+                slot.fill(arrays, kind)
             except MemoryError as error:
                 self._step_down(error)
             except BaseException:
@@ -246,7 +249,6 @@ class DoubleBufferedInput:
             or fits[0] is not kind
             or fits[1] is not net
             or net.handler is not self._handler
-            or not self._copies_itself
             or not _cuda.has_signature(data, kind.signature)
         ):
             return False

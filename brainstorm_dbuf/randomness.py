@@ -14,6 +14,8 @@ from brainstorm.data_iterators import (
     Undivided,
 )
 
+from .iterators import chain_of
+
 # These draw at the start of a pass or never, not from minibatch to minibatch. Exactly
 # these: what a subclass draws is not known.
 _DRAWS_NOTHING_PER_BATCH = {Minibatches, MultiHot, OneHot, Pad, Undivided}
@@ -34,12 +36,12 @@ def shared_random_draws(
         hooks: the trainer's hooks.
         iterators: all iterators the hooks can name.
     """
-    drawn = {id(rnd): it for it in _chain(training) if (rnd := _per_batch_rnd(it))}
+    drawn = {id(rnd): it for it in chain_of(training) if (rnd := _per_batch_rnd(it))}
     for hook in hooks:
         name = getattr(hook, "iter_name", None)
         if getattr(hook, "timescale", None) != "update" or name not in iterators:
             continue
-        for iterator in _chain(iterators[name]):
+        for iterator in chain_of(iterators[name]):
             rnd = _per_batch_rnd(iterator)
             if rnd is not None and id(rnd) in drawn:
                 return (
@@ -50,13 +52,6 @@ def shared_random_draws(
                     "monitor brings double buffering back)"
                 )
     return None
-
-
-def _chain(iterator: Any) -> Iterable[Any]:
-    """Yield an iterator and those it is wrapped around."""
-    while iterator is not None:
-        yield iterator
-        iterator = getattr(iterator, "iter", None)
 
 
 def _per_batch_rnd(iterator: Any) -> Any:

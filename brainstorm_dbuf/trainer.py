@@ -11,7 +11,8 @@ import brainstorm
 from brainstorm.data_iterators import DataIterator
 
 from .feed import Feed, check_depth
-from .held_memory import DEFAULT_LIMIT, check_limit, source_of
+from .held_memory import DEFAULT_LIMIT, check_limit
+from .iterators import source_of
 from .prefetch import Prefetch
 from .randomness import shared_random_draws
 from .resizing import quick_resizing

@@ -161,21 +161,25 @@ def fake(driver):
     return driver.fake
 
 
+def skip_without(kind):
+    """Skip a test where a kind of handler cannot be made."""
+    reasons = {"pycuda": why_no_pycuda, "cuda": why_no_cuda_handler}
+    reason = reasons[kind]() if kind in reasons else None
+    if reason is not None:
+        pytest.skip(reason)
+
+
 @pytest.fixture(params=HANDLERS)
 def kind(request, driver):
     """The kind of handler to train on, for parity.make_handler."""
-    if request.param == "pycuda" and why_no_pycuda() is not None:
-        pytest.skip(why_no_pycuda())
-    if request.param == "cuda" and why_no_cuda_handler() is not None:
-        pytest.skip(why_no_cuda_handler())
+    skip_without(request.param)
     return request.param
 
 
 @pytest.fixture
 def kernels(driver):
     """CudaHandlers can be made; none is there yet."""
-    if why_no_cuda_handler() is not None:
-        pytest.skip(why_no_cuda_handler())
+    skip_without("cuda")
 
 
 @pytest.fixture

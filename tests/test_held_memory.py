@@ -20,9 +20,10 @@ from brainstorm.data_iterators import (
     Undivided,
 )
 from brainstorm_dbuf import held_memory
-from brainstorm_dbuf.held_memory import HeldMemory, extent, held_arrays, source_of
+from brainstorm_dbuf.held_memory import HeldMemory, extent
+from brainstorm_dbuf.iterators import held_arrays, source_of
 from coded import FEATURES, From, Hook, Job, coded_net, codes, stop_at
-from conftest import HANDLERS
+from conftest import HANDLERS, skip_without
 from parity import make_handler, poison_back_buffers
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
@@ -41,13 +42,7 @@ COUNT = 5
 @pytest.fixture(params=[kind for kind in HANDLERS if kind != "numpy"])
 def device(request, driver):
     """A kind of handler whose arrays lie on the device."""
-    if request.param == "pycuda":
-        from conftest import why_no_pycuda
-
-        if why_no_pycuda() is not None:
-            pytest.skip(why_no_pycuda())
-    if request.param == "cuda":
-        request.getfixturevalue("kernels")
+    skip_without(request.param)
     return request.param
 
 

@@ -706,6 +706,31 @@ PyObject *copy_held_end(const DeviceEnd *end, const StreamRef *stream);
 int copy_check_locked(ModuleState *state, const char *function, const char *role,
                       const char *instead, const HostEnd *host, ContextObject *context);
 
+/* An asynchronous copy to the device that takes more than one call of the driver's, or
+ * none at once: resolve the three ends, then check, reserve, queue, commit; release in
+ * any case. */
+typedef struct {
+    DeviceEnd dest;
+    HostEnd host;
+    StreamRef stream;
+    ContextObject *context; /* owned, or NULL */
+    Ledger *ledger;         /* borrowed from stream or context */
+    Ticket ticket;
+} HtodCopy;
+
+/* Find the context; `nbytes` must fit into dest, and host be page-locked (the other
+ * arguments as of copy_check_locked). Return 0, or -1 with an error set. */
+int htod_check(ModuleState *state, HtodCopy *copy, size_t nbytes, const char *function,
+               const char *role, const char *instead);
+
+/* As ledger_reserve; htod_commit must follow. */
+int htod_reserve(ModuleState *state, HtodCopy *copy, size_t nbytes);
+
+/* Hold both ends, however much was queued. Never fails. */
+void htod_commit(HtodCopy *copy);
+
+void htod_release(HtodCopy *copy);
+
 /* True if queueing a copy takes no longer than letting go of the GIL and taking it
  * again is worth: a small one, in a stream whose queue is far from full. */
 int copy_is_brief(const Ledger *ledger, size_t nbytes);

@@ -71,6 +71,47 @@ copy_is_brief(const Ledger *ledger, size_t nbytes)
     return nbytes < LEDGER_SMALL && ledger->tail - ledger->head < LEDGER_DEEP;
 }
 
+int
+htod_check(ModuleState *state, HtodCopy *copy, size_t nbytes, const char *function,
+           const char *role, const char *instead)
+{
+    copy->context = common_context(state, copy->dest.context, NULL, &copy->stream);
+    if (copy->context == NULL ||
+        device_end_measure(state, "dest", &copy->dest, copy->context) < 0 ||
+        check_fits("dest", copy->dest.nbytes, nbytes) < 0) {
+        return -1;
+    }
+    return copy_check_locked(state, function, role, instead, &copy->host,
+                             copy->context);
+}
+
+int
+htod_reserve(ModuleState *state, HtodCopy *copy, size_t nbytes)
+{
+    copy->ledger = copy_ledger(&copy->stream, copy->context);
+    if (copy->ledger == NULL) {
+        return -1;
+    }
+    return ledger_reserve(state, copy->ledger, copy->context, nbytes, &copy->ticket);
+}
+
+void
+htod_commit(HtodCopy *copy)
+{
+    ledger_commit(copy->ledger, copy->context, &copy->ticket,
+                  copy_held_end(&copy->dest, &copy->stream), copy->host.hold);
+    copy->host.hold = NULL; /* stolen */
+}
+
+void
+htod_release(HtodCopy *copy)
+{
+    Py_CLEAR(copy->context);
+    stream_release(&copy->stream);
+    host_end_release(&copy->host);
+    device_end_release(&copy->dest);
+}
+
 /* ---- Between host and device ---- */
 
 typedef struct {

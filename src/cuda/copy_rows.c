@@ -76,17 +76,13 @@ memcpy_htod_rows_async(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     static const Signature signature = {"memcpy_htod_rows_async", names, 2, 3};
     ModuleState *state = module_state(module);
     PyObject *given[COUNT] = {NULL};
-    DeviceEnd dest = {0};
-    HostEnd host = {0};
-    StreamRef stream = {0};
-    ContextObject *context = NULL;
-    Ticket ticket = {NULL};
+    HtodCopy copy = {0};
     PyObject *result = NULL;
     HostRows rows;
     if (unpack(&signature, args, nargs, kwnames, given) < 0 ||
-        device_end_resolve(state, "dest", given[DEST], 1, &dest) < 0 ||
+        device_end_resolve(state, "dest", given[DEST], 1, &copy.dest) < 0 ||
         rows_argument(signature.function, given[SRC], &rows) < 0 ||
-        copy_stream(state, given[STREAM], &dest, &dest, &stream) < 0) {
+        copy_stream(state, given[STREAM], &copy.dest, &copy.dest, &copy.stream) < 0) {
         goto done;
     }
     if (rows.width == 0) {
@@ -97,32 +93,24 @@ memcpy_htod_rows_async(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     size_t nbytes = rows.width * rows.height, most_pitch;
     char *first, *end;
     array_bounds(array, &first, &end);
-    host.ptr = first;
-    host.nbytes = (size_t)(end - first);
     PyObject *owner = pagelocked_owner(state, array, first, end);
-    host.is_locked = owner != NULL;
-    host.hold = Py_NewRef(owner != NULL ? owner : given[SRC]);
-    context = common_context(state, dest.context, NULL, &stream);
-    if (context == NULL || device_end_measure(state, "dest", &dest, context) < 0 ||
-        check_fits("dest", dest.nbytes, nbytes) < 0 ||
-        copy_check_locked(state, signature.function, "src", "memcpy_htod", &host,
-                          context) < 0 ||
-        context_max_pitch(state, context, &most_pitch) < 0) {
-        goto done;
-    }
-    Ledger *ledger = copy_ledger(&stream, context);
-    if (ledger == NULL || ledger_reserve(state, ledger, context, nbytes, &ticket) < 0) {
+    copy.host.ptr = first;
+    copy.host.nbytes = (size_t)(end - first);
+    copy.host.is_locked = owner != NULL;
+    copy.host.hold = Py_NewRef(owner != NULL ? owner : given[SRC]);
+    if (htod_check(state, &copy, nbytes, signature.function, "src", "memcpy_htod") <
+            0 ||
+        context_max_pitch(state, copy.context, &most_pitch) < 0 ||
+        htod_reserve(state, &copy, nbytes) < 0) {
         goto done;
     }
     CUresult status;
     Scope scope;
     Py_BEGIN_ALLOW_THREADS
-    IN_CONTEXT(scope, context->handle, status,
-               queue_rows(dest.ptr, first, &rows, most_pitch, stream.handle));
+    IN_CONTEXT(scope, copy.context->handle, status,
+               queue_rows(copy.dest.ptr, first, &rows, most_pitch, copy.stream.handle));
     Py_END_ALLOW_THREADS
-    /* Some rows may have been queued, whatever came after. */
-    ledger_commit(ledger, context, &ticket, copy_held_end(&dest, &stream), host.hold);
-    host.hold = NULL; /* stolen */
+    htod_commit(&copy);
     if (status != CUDA_SUCCESS) {
         const char *call =
             is_pitched(&rows, most_pitch) ? "cuMemcpy2DAsync" : "cuMemcpyHtoDAsync";
@@ -132,10 +120,7 @@ memcpy_htod_rows_async(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     }
     result = Py_NewRef(Py_None);
 done:
-    Py_XDECREF(context);
-    stream_release(&stream);
-    host_end_release(&host);
-    device_end_release(&dest);
+    htod_release(&copy);
     return result;
 }
 

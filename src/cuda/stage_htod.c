@@ -146,11 +146,7 @@ stage_htod_async(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     static const Signature signature = {"stage_htod_async", names, 3, 5};
     ModuleState *state = module_state(module);
     PyObject *given[COUNT] = {NULL};
-    DeviceEnd dest = {0};
-    HostEnd host = {0};
-    StreamRef stream = {0};
-    ContextObject *context = NULL;
-    Ticket ticket = {NULL};
+    HtodCopy copy = {0};
     Pipeline pipeline = {0};
     PyObject *result = NULL;
     size_t threads = 0;
@@ -158,48 +154,40 @@ stage_htod_async(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
         (given[THREADS] != NULL &&
          size_argument("threads", given[THREADS], &threads) < 0) ||
         gather_check(signature.function, "staging", given[STAGING], given[SRC]) < 0 ||
-        device_end_resolve(state, "dest", given[DEST], 1, &dest) < 0 ||
-        host_end_resolve(state, "staging", given[STAGING], 1, &host) < 0 ||
-        copy_stream(state, given[STREAM], &dest, &dest, &stream) < 0) {
+        device_end_resolve(state, "dest", given[DEST], 1, &copy.dest) < 0 ||
+        host_end_resolve(state, "staging", given[STAGING], 1, &copy.host) < 0 ||
+        copy_stream(state, given[STREAM], &copy.dest, &copy.dest, &copy.stream) < 0) {
         goto done;
     }
-    if (host.nbytes == 0) {
+    const size_t nbytes = copy.host.nbytes;
+    if (nbytes == 0) {
         result = Py_NewRef(Py_None);
         goto done;
     }
     PyArrayObject *staging = (PyArrayObject *)given[STAGING];
     PyArrayObject *src = (PyArrayObject *)given[SRC];
-    context = common_context(state, dest.context, NULL, &stream);
-    if (context == NULL || device_end_measure(state, "dest", &dest, context) < 0 ||
-        check_fits("dest", dest.nbytes, host.nbytes) < 0 ||
-        copy_check_locked(state, signature.function, "staging", "stage and memcpy_htod",
-                          &host, context) < 0) {
+    if (htod_check(state, &copy, nbytes, signature.function, "staging",
+                   "stage and memcpy_htod") < 0) {
         goto done;
     }
     int is_ours = gather_plan(&pipeline.gather, staging, src);
     int number = is_ours ? gather_threads(&pipeline.gather, threads) : 1;
     if (number < 0 ||
-        (is_ours ? plan_chunks(&pipeline) : plan_copied(&pipeline, staging, src)) < 0) {
+        (is_ours ? plan_chunks(&pipeline) : plan_copied(&pipeline, staging, src)) < 0 ||
+        htod_reserve(state, &copy, nbytes) < 0) {
         goto done;
     }
-    pipeline.dest = dest.ptr;
-    pipeline.stream = stream.handle;
-    Ledger *ledger = copy_ledger(&stream, context);
-    if (ledger == NULL ||
-        ledger_reserve(state, ledger, context, host.nbytes, &ticket) < 0) {
-        goto done;
-    }
+    pipeline.dest = copy.dest.ptr;
+    pipeline.stream = copy.stream.handle;
     CUresult status;
     Scope scope;
     Py_BEGIN_ALLOW_THREADS
-    IN_CONTEXT(scope, context->handle, status, run_pipeline(&pipeline, number));
+    IN_CONTEXT(scope, copy.context->handle, status, run_pipeline(&pipeline, number));
     Py_END_ALLOW_THREADS
-    /* Some chunks may have been queued, whatever came after. */
-    ledger_commit(ledger, context, &ticket, copy_held_end(&dest, &stream), host.hold);
-    host.hold = NULL; /* stolen */
+    htod_commit(&copy);
     if (status != CUDA_SUCCESS) {
         raise_cuda(state, scope_call(&scope, "cuMemcpyHtoDAsync"), status, "%zu bytes",
-                   (size_t)PyArray_NBYTES(staging));
+                   nbytes);
         goto done;
     }
     if (!is_ours || gather_report(&pipeline.gather) == 0) {
@@ -207,10 +195,7 @@ stage_htod_async(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     }
 done:
     PyMem_Free((void *)pipeline.done);
-    Py_XDECREF(context);
-    stream_release(&stream);
-    host_end_release(&host);
-    device_end_release(&dest);
+    htod_release(&copy);
     return result;
 }
 
