@@ -47,7 +47,7 @@ KERNEL_TESTS ?= tests/test_cuda_handler_ops.py tests/test_cuda_handler_reduce.py
 # The binding's tests, the feed's slots, the kernels, and one whole training.
 MEMCHECK_TESTS ?= tests/test_binding_copies.py tests/test_binding_in_flight.py \
 	tests/test_binding_memory.py tests/test_binding_objects.py \
-	tests/test_stage_htod.py tests/test_back_buffers.py tests/test_held_memory.py \
+	tests/test_staging_ring.py tests/test_copy_rows.py tests/test_back_buffers.py tests/test_held_memory.py \
 	tests/test_handler_ops.py $(KERNEL_TESTS) \
 	"tests/test_parity.py::test_each_kind_of_network_trains_to_the_same_weights[pycuda-mlp with dropout]"
 

@@ -130,6 +130,27 @@ class Event:
     def __exit__(self, *args: object) -> None: ...
 
 @final
+class StagingRing:
+    def __new__(
+        cls, memory: NDArray[Any], places: int = 16, context: Context | None = None
+    ) -> StagingRing: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def place_nbytes(self) -> int: ...
+    @property
+    def closed(self) -> bool: ...
+    def memcpy_htod_async(
+        self,
+        dest: _DeviceEnd,
+        src: NDArray[Any],
+        dtype: DTypeLike | None = None,
+        stream: _AnyStream = None,
+        threads: SupportsIndex = 0,
+    ) -> None: ...
+    def close(self) -> None: ...
+
+@final
 class DeviceMemory:
     @property
     def ptr(self) -> int: ...
@@ -487,10 +508,3 @@ def memcpy_htod_rows_async(
     dest: _DeviceEnd, src: NDArray[Any], stream: _AnyStream = None
 ) -> None: ...
 def row_bytes(array: NDArray[Any], /) -> int: ...
-def stage_htod_async(
-    dest: _DeviceEnd,
-    src: NDArray[Any],
-    staging: NDArray[Any],
-    stream: _AnyStream = None,
-    threads: SupportsIndex = 0,
-) -> None: ...

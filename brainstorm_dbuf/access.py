@@ -5,7 +5,8 @@ One small object a handler:
 * :class:`HostAccess` for handlers whose arrays are NumPy's: only a dtype.
 * :class:`CudaAccess` for handlers whose arrays lie on a CUDA device: dtype, context,
   compute stream, how to reach an array's memory and how to make one of its arrays over
-  memory of ours. It owns the stream that minibatches are copied on.
+  memory of ours. It owns the stream that minibatches are copied on, and the
+  page-locked memory that they go through.
 
 :func:`access_for` chooses by the handler's type, its base classes included; another
 package makes its handler known by ``access_for.register(ItsHandler)``.
@@ -14,7 +15,8 @@ package makes its handler known by ``access_for.register(ItsHandler)``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,6 +25,16 @@ import numpy as np
 from . import _cuda
 from .back_buffers import DeviceSlot, HostSlot, Place
 from .held_memory import HeldMemory
+
+# What the staging ring is made of: few places, to stay in the processor's caches, and
+# large ones, for the full rate of the link, but several for one array.
+STAGING_PLACES = 16
+MOST_PLACE_BYTES = 4 << 20
+LEAST_PLACE_BYTES = 64 << 10
+
+# Up to here, what a back buffer costs (a copy on the device, and the streams' waiting for
+# each other) is more than the time on the link that it hides.
+MOST_PUT_BYTES = 1 << 20
 
 # No wider than float32, and all numbers of them exact or rounded once.
 _NARROW = frozenset(map(np.dtype, ("?", "i1", "u1", "i2", "u2", "i4", "u4", "f2")))
@@ -50,7 +62,11 @@ class HostAccess:
         """NumPy arrays may be changed by their owner: they are always gathered."""
         return False
 
-    def copy_to_front(self, front: np.ndarray, array: np.ndarray) -> None:
+    def can_put(self, fronts: Iterable[np.ndarray]) -> bool:
+        """Whether :meth:`put` is better than a back buffer: always, on the host."""
+        return True
+
+    def put(self, front: np.ndarray, array: np.ndarray) -> None:
         """Gather and cast ``array`` into the network's array ``front``."""
         if front.flags.c_contiguous:
             _cuda.stage(front, array)
@@ -101,6 +117,8 @@ class CudaAccess:
         self.context = context
         self.compute_stream = compute_stream
         self.copy_stream = _cuda.Stream(context)
+        # Owned, from the first minibatch that is staged.
+        self.staging: _cuda.StagingRing | None = None
         self.wrap = wrap
         self._array_type = array_type
         self._address = address
@@ -114,6 +132,24 @@ class CudaAccess:
     def is_own_array(self, array: Any) -> bool:
         """Say whether ``array`` lies on the device already."""
         return isinstance(array, self._array_type)
+
+    def can_put(self, fronts: Iterable[Any]) -> bool:
+        """Whether :meth:`put` is better than a back buffer: for small arrays."""
+        sizes = [math.prod(front.shape) * self.dtype.itemsize for front in fronts]
+        if sum(sizes) > MOST_PUT_BYTES or not all(map(is_contiguous, fronts)):
+            return False
+        try:
+            self.reserve_staging(sizes)
+        except MemoryError:
+            return False
+        return True
+
+    def put(self, front: Any, array: np.ndarray) -> None:
+        """Gather and cast ``array``, and queue its copy to the network's ``front``."""
+        # Of an array of ours it is known how large it is.
+        is_ours = isinstance(front, _cuda.DeviceArray)
+        dest = front if is_ours else self._address(front)
+        self.staging.memcpy_htod_async(dest, array, self.dtype, self.compute_stream)
 
     def copy_to_front(self, front: Any, source: int, nbytes: int) -> None:
         """Queue a copy of ``nbytes`` at ``source`` into the network's array ``front``.
@@ -130,7 +166,35 @@ class CudaAccess:
                 address, pitch, source, row, row, nbytes // row, self.compute_stream
             )
 
+    def reserve_staging(self, sizes: Iterable[int]) -> None:
+        """Have a staging ring for minibatches of arrays of these sizes in bytes.
+
+        One of up to a few times the largest place takes no more than half of the ring,
+        so that nobody waits there while the minibatch before is on the link.
+
+        Raises:
+            CudaMemoryError: page-locked memory ran short.
+        """
+        sizes = list(sizes)
+        place = max(sum(sizes) // 6, min(max(sizes), MOST_PUT_BYTES))
+        place = min(max(place, LEAST_PLACE_BYTES), MOST_PLACE_BYTES)
+        if self.staging is not None and self.staging.place_nbytes >= place:
+            return
+        place = 1 << (place - 1).bit_length()
+        try:
+            memory = _cuda.pagelocked_empty(
+                STAGING_PLACES * place, np.uint8, context=self.context
+            )
+        except MemoryError:
+            if self.staging is None:
+                raise
+            return  # the smaller one serves too, in more pieces
+        # One that another thread is using lives until that is done.
+        self.staging = _cuda.StagingRing(memory, STAGING_PLACES, self.context)
+
     def close(self) -> None:
+        if self.staging is not None:
+            self.staging.close()
         self.copy_stream.close()
 
 

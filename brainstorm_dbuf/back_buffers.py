@@ -4,10 +4,10 @@ A slot holds one whole minibatch, all of its inputs side by side in one block, s
 grows only when a larger minibatch comes than ever before. There are two kinds:
 
 * :class:`HostSlot`, for a handler whose arrays are NumPy's: one block of memory.
-* :class:`DeviceSlot`, for a handler whose arrays lie on a CUDA device: a page-locked
-  block that minibatches are gathered and cast into, and a device block that it is
-  copied to. What lies in page-locked memory already is copied from there. Narrow
-  numbers cross the link as they are, where the handler can widen them on the device.
+* :class:`DeviceSlot`, for a handler whose arrays lie on a CUDA device: a device block,
+  to which minibatches are gathered and cast on their way through a ring of page-locked
+  memory. What lies in page-locked memory already is copied from there. Narrow numbers
+  cross the link as they are, where the handler can widen them on the device.
 
 Ownership and order. A slot belongs to one thread at a time: whoever claimed it fills
 it, then passes it on with the minibatch; the trainer hands its contents over to the
@@ -39,10 +39,6 @@ DIRECT_COPY_MIN_BYTES = 64 * 1024
 
 # The copy engine takes some time for each row: shorter ones are better gathered.
 ROW_MIN_BYTES = 256
-
-# Above, an input's copy begins while it is still being staged; below, all inputs
-# together are one copy.
-PIPELINE_MIN_BYTES = 4 << 20
 
 
 class Place:
@@ -88,6 +84,8 @@ def lay_out(places: Iterable[Place], start: int = 0) -> int:
 
 class HostSlot:
     """A minibatch in ordinary memory, of the handler's dtype, C-contiguous."""
+
+    page_locked_nbytes = 0
 
     def __init__(self, access: Any) -> None:
         self._dtype = access.dtype
@@ -163,20 +161,15 @@ class DeviceSlot:
         self._held = held
         self._lends = lends
         self._dtype = access.dtype
-        # Owned. The page-locked block may be dropped while a copy out of it is in
-        # flight (the copy holds it); freeing device memory waits for the device.
-        self._staging: np.ndarray | None = None
+        # Owned. Freeing it waits for the device.
         self._memory: _cuda.DeviceMemory | None = None
         # What the arrays that are lent keep alive.
         self._loan: _Loan | None = None
         self._copied = _cuda.Event(access.context, blocking_sync=True)
         self._consumed = _cuda.Event(access.context)
         self._places: list[Place] = []
-        # What of them is staged and copied together, with the page-locked memory for
-        # each and for all; staged by itself; copied from where it lies.
-        self._small: list[tuple[str, np.ndarray]] = []
-        self._small_staging: np.ndarray | None = None
-        self._large: list[Place] = []
+        # What of them goes through the staging ring; what is copied from where it lies.
+        self._staged: list[Place] = []
         self._direct: list[Place] = []
         # The kind of minibatch that all this was planned for, if it holds for the next.
         self._kind: Any = None
@@ -193,13 +186,15 @@ class DeviceSlot:
         return 0 if self._memory is None else self._memory.nbytes
 
     @property
+    def page_locked_nbytes(self) -> int:
+        """Bytes of page-locked memory, which all slots of the feed share."""
+        staging = self._access.staging
+        return 0 if staging is None else staging.nbytes
+
+    @property
     def direct(self) -> bool:
         """Whether `fill` has queued copies straight from the user's own arrays."""
         return bool(self._direct)
-
-    @property
-    def page_locked_nbytes(self) -> int:
-        return 0 if self._staging is None else self._staging.nbytes
 
     def fill(
         self, arrays: Mapping[str, np.ndarray | OneHotIndices], kind: Any = None
@@ -221,21 +216,17 @@ class DeviceSlot:
         self.reserve_seconds = 0.0
         if kind is None or kind is not self._kind:
             arrays = self._plan(arrays)
-            # Where small ones go does not depend on where they come from.
-            self._kind = None if self._large or self._direct else kind
+            # What is staged does not depend on where it comes from.
+            self._kind = None if self._direct else kind
         stream = self._access.copy_stream
         if self._consumed.recorded:
             stream.wait_event(self._consumed)
-        if self._small or self._large:
-            self._wait_staging_is_free()
-        if self._small:
-            for name, view in self._small:
-                _cuda.stage(view, arrays[name])
-            _cuda.memcpy_htod_async(self._memory, self._small_staging, stream)
-        for place in self._large:
-            _cuda.stage_htod_async(
-                self._address(place), arrays[place.name], self._staged(place), stream
-            )
+        if self._staged:
+            staging = self._access.staging
+            for place in self._staged:
+                staging.memcpy_htod_async(
+                    self._address(place), arrays[place.name], place.dtype, stream
+                )
         for place in self._direct:
             _cuda.memcpy_htod_rows_async(
                 self._address(place), arrays[place.name], stream
@@ -248,20 +239,13 @@ class DeviceSlot:
         """Decide where each input goes and how; return where they come from."""
         self._kind = None
         self.source_in_use = False
-        sources, small, large, direct = {}, [], [], []
+        sources, staged, direct = {}, [], []
         for name, array in arrays.items():
             place, source = self._place(name, array)
             sources[name] = source
-            if self._lies_ready(source, place):
-                direct.append(place)
-            elif place.nbytes < PIPELINE_MIN_BYTES:
-                small.append(place)
-            else:
-                large.append(place)
-        small_end = lay_out(small)
-        staged_end = lay_out(large, small_end)
-        end = lay_out(direct, staged_end)
-        self._places = [*small, *large, *direct]
+            (direct if self._lies_ready(source, place) else staged).append(place)
+        self._places = [*staged, *direct]
+        end = lay_out(self._places)
         if self._lends:
             self._unpacked = {
                 place.name: Place(place.name, place.shape, self._dtype)
@@ -269,13 +253,10 @@ class DeviceSlot:
                 if place.dtype != self._dtype
             }
             end = lay_out(self._unpacked.values(), end)
-        # Views of the block that may have to be replaced.
-        self._small, self._small_staging = [], None
-        self._reserve(staged_end, end)
-        if small_end:
-            self._small = [(place.name, self._staged(place)) for place in small]
-            self._small_staging = self._staging[:small_end]
-        self._large, self._direct = large, direct
+        self._staged, self._direct = [], []
+        staged = [place for place in staged if place.nbytes]
+        self._reserve(end, [place.nbytes for place in staged])
+        self._staged, self._direct = staged, direct
         return sources
 
     def hand_over(self, fronts: Mapping[str, Any]) -> None:
@@ -337,9 +318,6 @@ class DeviceSlot:
         if self._copied.recorded and not self._copied.query():
             self._copied.synchronize()
 
-    # Waiting here is rare: the slot was used a whole ring of minibatches ago.
-    _wait_staging_is_free = wait_copied
-
     def _place(
         self, name: str, array: np.ndarray | OneHotIndices
     ) -> tuple[Place, np.ndarray]:
@@ -352,9 +330,6 @@ class DeviceSlot:
 
     def _address(self, place: Place) -> int:
         return int(self._memory) + place.offset
-
-    def _staged(self, place: Place) -> np.ndarray:
-        return np.ndarray(place.held_shape, place.dtype, self._staging, place.offset)
 
     def _lies_ready(self, array: np.ndarray, place: Place) -> bool:
         """Say whether an array can be copied from where it lies."""
@@ -383,27 +358,21 @@ class DeviceSlot:
         self.reserve_seconds += time.perf_counter() - started
         return locked
 
-    def _reserve(self, staging_bytes: int, device_bytes: int) -> None:
+    def _reserve(self, nbytes: int, staged_sizes: list[int]) -> None:
         """Make room; a larger block replaces one that is too small.
 
         The old one goes first, so the two never exist side by side. What is queued is
         safe: freeing memory waits for the device.
         """
-        if staging_bytes <= self.page_locked_nbytes and device_bytes <= self.nbytes:
-            return
         started = time.perf_counter()
-        context = self._access.context
-        if self.nbytes:
-            # Until a copy is known to be done it holds both of its ends.
-            self._access.copy_stream.synchronize()
-        if staging_bytes > self.page_locked_nbytes:
-            self._staging = None
-            self._staging = _cuda.pagelocked_empty(
-                staging_bytes, np.uint8, context=context
-            )
-        if device_bytes > self.nbytes:
+        if staged_sizes:
+            self._access.reserve_staging(staged_sizes)
+        if nbytes > self.nbytes:
+            if self.nbytes:
+                # Until a copy is known to be done it holds both of its ends.
+                self._access.copy_stream.synchronize()
             self._memory = None
-            self._memory = _cuda.mem_alloc(device_bytes, context)
+            self._memory = _cuda.mem_alloc(nbytes, self._access.context)
         self.reserve_seconds += time.perf_counter() - started
 
 

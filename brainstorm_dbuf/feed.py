@@ -12,8 +12,8 @@ over, while the network trains on k. (With ``depth`` back buffers it runs at mos
 A worker costs a hand-off between threads for each minibatch. Where preparing one takes
 less of the host's time, the trainer's thread prepares it itself: for a device it queues
 the copy of minibatch k + 1 before it starts step k, so the copy runs during the step all
-the same; on the host there is nothing to gain, and the minibatch goes straight into the
-network. Each pass starts that way, and starts its worker once its minibatches, with those
+the same. On the host, and for the smallest minibatches everywhere, there is nothing to
+gain, and they go straight into the network. Each pass starts that way, and starts its worker once its minibatches, with those
 of the passes before, have shown that it pays. Small minibatches so cost what they cost in
 brainstorm's own loop.
 
@@ -217,7 +217,7 @@ class Feed:
                 batches.handed_over()  # the slot is free: next may run for k + 1
                 yield number  # the step
                 number += 1
-                for _ in batches.straight_into(net):  # small ones on the host
+                for _ in batches.straight_into(net):  # small ones
                     yield number
                     number += 1
 
@@ -319,7 +319,7 @@ class Pass:
                 self._changed.notify_all()
         elif self._feed.pays:
             self._start_worker()
-        elif self._queues_ahead:
+        elif self._queues_ahead and not self._feed.input_layer.puts():
             self._prepare_ahead()
 
     def straight_into(self, net: Any) -> Iterator[None]:
@@ -330,9 +330,12 @@ class Pass:
         back buffers and back, were it not for this.
         """
         put, feed = self._feed.input_layer.put, self._feed
-        if not feed.input_layer.can_put:
-            return
-        while self._worker is None and not self._ready and not feed.pays:
+        while (
+            self._worker is None
+            and not self._ready
+            and not feed.pays
+            and feed.input_layer.puts()
+        ):
             started = time.perf_counter()
             try:
                 data = next(self._source)

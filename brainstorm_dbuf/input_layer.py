@@ -74,6 +74,8 @@ class DoubleBufferedInput:
         self._names: frozenset[str] | None = None
         self._kind: Kind | None = None
         self._fits: tuple[Kind, Any, bool] | None = None
+        # What `puts` has found out; None: nothing, since the last kind was another one.
+        self._puts: bool | None = False
         self._lock = threading.Condition()
         # Guarded by the lock: the slots nobody has claimed, and how many there are.
         self._free: deque[HostSlot | DeviceSlot] = deque()
@@ -88,11 +90,6 @@ class DoubleBufferedInput:
             self._free.clear()
             self._slots = self._allowed = 0
             self._lock.notify_all()
-
-    @property
-    def can_put(self) -> bool:
-        """Whether :meth:`put` is for this handler: on the host there is no slot's use."""
-        return not self._access.queues_copies
 
     # ------------------------------ before the step ------------------------------ #
 
@@ -214,7 +211,7 @@ class DoubleBufferedInput:
         """
         kind = batch.kind
         if self._fits != (kind, net, all_inputs):
-            self._fits = None
+            self._fits = self._puts = None
             structures = net.layers["Input"].out_shapes
             expected = {
                 name: structure.get_shape(kind.time_size, kind.batch_size)
@@ -230,14 +227,28 @@ class DoubleBufferedInput:
             slot = None
         if slot is None:
             net.provide_external_data(expanded(data), all_inputs=all_inputs)
-            return
-        net.buffer = net._buffer_manager.resize(kind.time_size, kind.batch_size)
+        else:
+            net.buffer = net._buffer_manager.resize(kind.time_size, kind.batch_size)
+            slot.hand_over(self._fronts(kind, net))
+            self.give_back(slot)
+
+    def puts(self) -> bool:
+        """Whether :meth:`put` is for minibatches as the last that was handed over."""
+        if self._puts is None:
+            kind, net, _ = self._fits
+            self._puts = (
+                kind.signature is not None
+                and net.handler is self._handler
+                and self._access.can_put(self._fronts(kind, net).values())
+            )
+        return self._puts
+
+    def _fronts(self, kind: Kind, net: Any) -> dict[str, Any]:
         fronts = net.buffer.Input.outputs
-        slot.hand_over({name: fronts[name] for name in kind.shapes})
-        self.give_back(slot)
+        return {name: fronts[name] for name in kind.shapes}
 
     def put(self, data: Mapping[str, Any], net: Any) -> bool:
-        """Copy a minibatch straight into the network, on the host, if it is as the last.
+        """Copy a minibatch straight into the network, if it is as the last.
 
         What :meth:`stage` and :meth:`hand_over` do, for small minibatches, with nothing
         in between. Return whether it was done.
@@ -255,7 +266,7 @@ class DoubleBufferedInput:
         net.buffer = net._buffer_manager.resize(kind.time_size, kind.batch_size)
         fronts = net.buffer.Input.outputs
         for name in kind.shapes:
-            self._access.copy_to_front(fronts[name], data[name])
+            self._access.put(fronts[name], data[name])
         return True
 
     def lend(self, batch: Batch) -> dict[str, Any]:

@@ -21,7 +21,7 @@ class FeedStats:
             thread, or by a copy to the device that was queued ahead of the step.
         direct: those of them that were copied straight from page-locked arrays.
         workers: threads started.
-        page_locked_bytes: the most page-locked memory held by one back buffer.
+        page_locked_bytes: the page-locked memory that minibatches are staged in.
         page_locked_in_place: the most memory of the iterator's own that was page-locked
             where it lies, in bytes.
         back_buffer_bytes: the most memory held by one back buffer (on the device, where
@@ -43,9 +43,7 @@ class FeedStats:
     def note_staged(self, slot: Any) -> None:
         self.direct += slot.direct
         self.back_buffer_bytes = max(self.back_buffer_bytes, slot.nbytes)
-        self.page_locked_bytes = max(
-            self.page_locked_bytes, getattr(slot, "page_locked_nbytes", 0)
-        )
+        self.page_locked_bytes = max(self.page_locked_bytes, slot.page_locked_nbytes)
 
     def note(self, what: str) -> None:
         """Remember, once."""

@@ -32,7 +32,7 @@ if KIND == "fake":
         os.environ["FAKE_CUDA_KERNELS"] = str(build.build_kernels())
 
 import brainstorm_dbuf as dbuf  # noqa: E402
-from brainstorm_dbuf import _cuda  # noqa: E402
+from brainstorm_dbuf import _cuda, access  # noqa: E402
 from brainstorm_dbuf.compat import pycuda_guard  # noqa: E402
 
 # What a program of its own must have on its path to see what the tests see.
@@ -192,9 +192,27 @@ def cuda(request, driver, kernels):
     request.node.funcargs.pop("cuda", None)
 
 
-@pytest.fixture(params=["automatic", "worker"])
+@pytest.fixture(params=["automatic", "ahead", "worker"])
 def way(request, monkeypatch):
-    """Who prepares minibatches: whoever it pays for, or a worker whatever the size."""
+    """How minibatches are prepared: as it pays, which is straight into the network for
+    small ones; by the trainer's thread ahead of each step; or by a worker, whatever the
+    size."""
+    if request.param == "ahead":
+        if "kind" in request.fixturenames:
+            if request.getfixturevalue("kind") == "numpy":
+                pytest.skip("only what goes to a device is queued ahead")
+        monkeypatch.setattr(access, "MOST_PUT_BYTES", 0)
+    if request.param == "worker":
+        from parity import force_worker
+
+        force_worker(monkeypatch)
+    return request.param
+
+
+@pytest.fixture(params=["ahead", "worker"])
+def slot_way(request, monkeypatch):
+    """As `way`, where each minibatch for a device goes through a back buffer."""
+    monkeypatch.setattr(access, "MOST_PUT_BYTES", 0)
     if request.param == "worker":
         from parity import force_worker
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import time
 from dataclasses import dataclass, field
@@ -154,8 +155,11 @@ def poison_back_buffers(monkeypatch):
 
     def poisoned_device_fill(self, *arguments):
         self.wait_copied()
-        if self._staging is not None:
-            self._staging.fill(0xFF)
+        if self._access.staging is not None:
+            self._access.copy_stream.synchronize()
+            for memory in gc.get_referents(self._access.staging):
+                if isinstance(memory, np.ndarray):
+                    memory.fill(0xFF)
         if self._memory is not None and self._memory.nbytes:
             stream = self._access.copy_stream
             if self._consumed.recorded:

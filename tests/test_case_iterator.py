@@ -305,7 +305,8 @@ def test_an_iterator_may_use_its_arrays_again(make_pass, kind, driver, way):
         if way == "worker":
             assert job.stats.prefetched == 6
         if make_pass is one_page_locked_array and kind != "numpy":
-            assert job.stats.direct == 8
+            # One an epoch where the others are put straight into the network.
+            assert job.stats.direct == (2 if way == "automatic" else 8)
         elif make_pass is not one_page_locked_array:
             assert job.stats.direct == 0
 

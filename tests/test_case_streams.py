@@ -288,7 +288,7 @@ def dropped_page_locked(count, size=12000):
 
 
 def test_page_locked_arrays_that_are_dropped_at_once_arrive_whole(
-    driver, device, way, slow, monkeypatch
+    driver, device, slot_way, slow, monkeypatch
 ):
     slow_before(monkeypatch, "fill", slow, lambda access: access.copy_stream, 5)
     for mode in MODES:

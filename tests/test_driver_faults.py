@@ -176,7 +176,7 @@ def fail_once(entry, nth, code, name, fake, driver):
         if failed and entry in MUST_RAISE:
             assert code == 2 and said, f"{what} failed and nobody said so"
     own_allocation = entry == "cuMemAlloc" or (
-        entry == "cuMemHostAlloc" and name != "direct"
+        entry == "cuMemHostAlloc" and name in ("small", "growing")
     )
     if code == 2 and own_allocation and failed:
         assert error is None and len(said) == len(job.stats.fallbacks) == 1, what
@@ -218,7 +218,7 @@ def spend(entry, driver):
 @pytest.mark.parametrize("entry", ["cuMemcpyHtoDAsync", "cuStreamWaitEvent"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_a_failure_ends_training_at_once_whatever_the_depth(
-    entry, depth, fake, driver, way, nothing_left
+    entry, depth, fake, driver, slot_way, nothing_left
 ):
     """The worker may be waiting for the very slot whose hand-over failed."""
     for nth in range(COUNT):

@@ -19,7 +19,7 @@ from brainstorm.data_iterators import (
     Minibatches,
     Undivided,
 )
-from brainstorm_dbuf import held_memory
+from brainstorm_dbuf import access, held_memory
 from brainstorm_dbuf.held_memory import HeldMemory, extent
 from brainstorm_dbuf.iterators import held_arrays, source_of
 from coded import FEATURES, From, Hook, Job, coded_net, codes, stop_at
@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("nothing_left")]
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch):
     monkeypatch.setattr(held_memory, "REGION_MIN_BYTES", 0)
+    monkeypatch.setattr(access, "MOST_PUT_BYTES", 0)
 
 
 # A minibatch's arrays are just large enough to be copied from where they lie.

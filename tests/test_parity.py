@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import brainstorm as bs
-from brainstorm_dbuf import back_buffers, held_memory
+from brainstorm_dbuf import access, back_buffers, held_memory
 from networks import NETWORKS, minibatches
 from parity import (
     assert_same,
@@ -18,14 +18,23 @@ from parity import (
 )
 
 # How minibatches come to the device, and of which dtypes they are: gathered and cast,
-# the same with each input's copy queued piece by piece, from where they lie, and as
-# narrow as they are.
+# the same in pieces through a short ring, straight into the network, from where they lie,
+# and as narrow as they are.
+THROUGH_SLOTS = {"MOST_PUT_BYTES": 0}
+IN_PIECES = {
+    **THROUGH_SLOTS,
+    "LEAST_PLACE_BYTES": 64,
+    "MOST_PLACE_BYTES": 64,
+    "STAGING_PLACES": 3,
+}
+IN_PLACE = {**THROUGH_SLOTS, "DIRECT_COPY_MIN_BYTES": 0, "ROW_MIN_BYTES": 0}
 PATHS = {
-    "staged": (None, {}),
-    "pipelined": (None, {"PIPELINE_MIN_BYTES": 0}),
-    "in place": ("float32", {"DIRECT_COPY_MIN_BYTES": 0, "ROW_MIN_BYTES": 0}),
-    "narrow": ("narrow", {"PIPELINE_MIN_BYTES": 0}),
-    "narrow, in place": ("narrow", {"DIRECT_COPY_MIN_BYTES": 0, "ROW_MIN_BYTES": 0}),
+    "staged": (None, THROUGH_SLOTS),
+    "in pieces": (None, IN_PIECES),
+    "put": (None, {}),
+    "in place": ("float32", IN_PLACE),
+    "narrow": ("narrow", IN_PIECES),
+    "narrow, in place": ("narrow", IN_PLACE),
 }
 
 # When the stand-in driver runs what is queued.
@@ -44,7 +53,8 @@ def cast(request, kind, monkeypatch):
     if kind == "numpy" and thresholds:
         pytest.skip("nothing is copied to a device")
     for name, value in thresholds.items():
-        monkeypatch.setattr(back_buffers, name, value)
+        module = access if hasattr(access, name) else back_buffers
+        monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(held_memory, "REGION_MIN_BYTES", 0)
     return cast
 

@@ -226,8 +226,9 @@ def test_back_buffers_are_kept_from_pass_to_pass_until_the_end(fake, way):
     assert not fake.live()["device_bytes"] and not fake.live()["pinned_bytes"]
     iterator.close()
     with iterator:
-        list(iterator(handler))
+        kept = list(iterator(handler))
         assert fake.live()["device_bytes"]
+        del kept
     assert not fake.live()["device_bytes"]
 
 

@@ -131,6 +131,7 @@ typedef struct {
     PyTypeObject *DeviceMemory_type;
     PyTypeObject *PageLockedMemory_type;
     PyTypeObject *RegisteredMemory_type;
+    PyTypeObject *StagingRing_type;
     PyTypeObject *Engine_type;
     PyTypeObject *DeviceArray_type;
     PyTypeObject *HandlerCore_type;
@@ -657,6 +658,7 @@ typedef struct {
     size_t nbytes;
     PyObject *hold; /* owned: what keeps the memory alive */
     int is_locked;  /* known to be page-locked (0: ask the driver) */
+    ContextObject *context; /* borrowed, or NULL: any will do */
 } HostEnd;
 
 /* Set TypeError and return -1 if elements of this dtype must not be moved as bytes:
@@ -738,12 +740,12 @@ int copy_is_brief(const Ledger *ledger, size_t nbytes);
 /* ---- Tables of the other files ---- */
 
 extern PyType_Spec Device_spec, Context_spec, Stream_spec, Event_spec,
-    DeviceMemory_spec, PageLockedMemory_spec, RegisteredMemory_spec;
+    DeviceMemory_spec, PageLockedMemory_spec, RegisteredMemory_spec, StagingRing_spec;
 
 PyObject *device_new(ModuleState *state, int ordinal);
 
 extern PyMethodDef device_functions[], device_memory_functions[],
     pagelocked_functions[], copy_functions[], copy_rows_functions[], memset_functions[],
-    signature_functions[], stage_functions[], stage_htod_functions[];
+    signature_functions[], stage_functions[];
 
 #endif

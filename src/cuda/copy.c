@@ -75,7 +75,8 @@ int
 htod_check(ModuleState *state, HtodCopy *copy, size_t nbytes, const char *function,
            const char *role, const char *instead)
 {
-    copy->context = common_context(state, copy->dest.context, NULL, &copy->stream);
+    copy->context =
+        common_context(state, copy->dest.context, copy->host.context, &copy->stream);
     if (copy->context == NULL ||
         device_end_measure(state, "dest", &copy->dest, copy->context) < 0 ||
         check_fits("dest", copy->dest.nbytes, nbytes) < 0) {
@@ -138,9 +139,8 @@ issue_host_copy(const HostCopy *copy, Scope *scope, ContextObject *context,
 {
     CUresult status;
     if (copy->to_device && copy->asynchronous) {
-        BY_HANDLE(
-            *scope, context->handle, stream, status,
-            driver.MemcpyHtoDAsync(device->ptr, host->ptr, host->nbytes, stream));
+        BY_HANDLE(*scope, context->handle, stream, status,
+                  driver.MemcpyHtoDAsync(device->ptr, host->ptr, host->nbytes, stream));
     }
     else if (device->stream != NULL) {
         IN_CONTEXT(*scope, context->handle, status,
@@ -151,9 +151,8 @@ issue_host_copy(const HostCopy *copy, Scope *scope, ContextObject *context,
                    driver.MemcpyHtoD(device->ptr, host->ptr, host->nbytes));
     }
     else if (copy->asynchronous) {
-        BY_HANDLE(
-            *scope, context->handle, stream, status,
-            driver.MemcpyDtoHAsync(host->ptr, device->ptr, host->nbytes, stream));
+        BY_HANDLE(*scope, context->handle, stream, status,
+                  driver.MemcpyDtoHAsync(host->ptr, device->ptr, host->nbytes, stream));
     }
     else {
         IN_CONTEXT(*scope, context->handle, status,

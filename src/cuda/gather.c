@@ -64,14 +64,12 @@ walk_on(Walk *walk, const Gather *gather, char *dest, size_t count)
     }
 }
 
-/* The elements from begin to before end. */
+/* `left` elements from begin on, to dest. */
 static void
-copy_range(const Gather *gather, size_t begin, size_t end)
+copy_range(const Gather *gather, size_t begin, size_t left, char *dest)
 {
     _Alignas(64) char buffer[BUFFER_BYTES];
     const size_t line = 64 / gather->itemsize, most = BUFFER_BYTES / gather->itemsize;
-    char *dest = gather->dest + begin * gather->itemsize;
-    size_t left = end - begin;
     Walk walk;
     walk_start(&walk, gather, begin);
     if (gather->is_streamed) {
@@ -100,18 +98,24 @@ copy_range(const Gather *gather, size_t begin, size_t end)
 }
 
 size_t
-gather_share(Gather *gather)
+gather_take(Gather *gather, size_t *begin)
 {
-    size_t begin =
+    *begin =
         atomic_fetch_add_explicit(&gather->next, gather->share, memory_order_relaxed);
-    if (begin >= gather->size) {
-        return gather->size;
+    if (*begin >= gather->size) {
+        return 0;
     }
+    size_t left = gather->size - *begin;
+    return left < gather->share ? left : gather->share;
+}
+
+void
+gather_copy(Gather *gather, size_t begin, size_t count, char *dest)
+{
     if (gather->may_raise) {
         (void)stage_take_exceptions(); /* what others have left */
     }
-    size_t left = gather->size - begin;
-    copy_range(gather, begin, begin + (left < gather->share ? left : gather->share));
+    copy_range(gather, begin, count, dest);
     if (gather->is_streamed) {
         stage_stream_end();
     }
@@ -119,7 +123,6 @@ gather_share(Gather *gather)
         atomic_fetch_or_explicit(&gather->raised, stage_take_exceptions(),
                                  memory_order_relaxed);
     }
-    return begin;
 }
 
 /* By casting numbers that raise the same. */
@@ -155,12 +158,12 @@ gather_report(const Gather *gather)
     return result;
 }
 
-/* Return 1 and which dtype an array has, or 0 if it is none of ours. */
+/* Return 1 and which of ours a dtype is, or 0 if it is none. */
 static int
-dtype_of(PyArrayObject *array, StageSource *source)
+dtype_of(PyArray_Descr *dtype, StageSource *source)
 {
-    const int type = PyArray_TYPE(array);
-    const npy_intp itemsize = PyArray_ITEMSIZE(array);
+    const int type = dtype->type_num;
+    const npy_intp itemsize = PyDataType_ELSIZE(dtype);
     const int is_integer = PyTypeNum_ISINTEGER(type);
     const int is_unsigned = PyTypeNum_ISUNSIGNED(type);
     if (type == NPY_BOOL) {
@@ -193,16 +196,6 @@ dtype_of(PyArrayObject *array, StageSource *source)
     return 1;
 }
 
-/* Whether some byte may belong to both. */
-static int
-may_overlap(PyArrayObject *dest, PyArrayObject *src)
-{
-    char *low, *high, *first, *end;
-    array_bounds(src, &low, &high);
-    array_bounds(dest, &first, &end);
-    return low < end && first < high;
-}
-
 #define THREADS_VARIABLE "BRAINSTORM_DBUF_STAGING_THREADS"
 
 /* How many threads a copy gets that names no number. Found once. Return -1 with
@@ -227,6 +220,7 @@ default_threads(void)
         }
         else {
             int allowed = cpu_allowance("/proc/self/cgroup", "/sys/fs/cgroup");
+            allowed -= allowed > 4; /* the thread that trains has work as well */
             threads = allowed < MOST_BY_DEFAULT ? allowed : MOST_BY_DEFAULT;
         }
     }
@@ -234,43 +228,11 @@ default_threads(void)
 }
 
 int
-gather_check(const char *function, const char *role, PyObject *dest, PyObject *src)
-{
-    if (!PyArray_Check(dest) || !PyArray_Check(src)) {
-        PyErr_Format(PyExc_TypeError, "%s: %s must be a numpy array, not %s", function,
-                     PyArray_Check(dest) ? "src" : role,
-                     Py_TYPE(PyArray_Check(dest) ? src : dest)->tp_name);
-        return -1;
-    }
-    PyArrayObject *to = (PyArrayObject *)dest, *from = (PyArrayObject *)src;
-    if (!PyArray_ISWRITEABLE(to) || !PyArray_IS_C_CONTIGUOUS(to) ||
-        !PyArray_ISALIGNED(to)) {
-        PyErr_Format(PyExc_ValueError, "%s: %s is not %s", function, role,
-                     !PyArray_ISWRITEABLE(to)       ? "writable"
-                     : !PyArray_IS_C_CONTIGUOUS(to) ? "C-contiguous"
-                                                    : "aligned");
-        return -1;
-    }
-    if (!PyArray_SAMESHAPE(to, from)) {
-        PyObject *shapes[] = {PyObject_GetAttrString(dest, "shape"),
-                              PyObject_GetAttrString(src, "shape")};
-        if (shapes[0] != NULL && shapes[1] != NULL) {
-            PyErr_Format(PyExc_ValueError, "%s: %s has the shape %R, src the shape %R",
-                         function, role, shapes[0], shapes[1]);
-        }
-        Py_XDECREF(shapes[0]);
-        Py_XDECREF(shapes[1]);
-        return -1;
-    }
-    return 0;
-}
-
-int
-gather_plan(Gather *gather, PyArrayObject *dest, PyArrayObject *src)
+gather_plan(Gather *gather, PyArray_Descr *dtype, PyArrayObject *src)
 {
     StageSource from, to;
-    if (!dtype_of(src, &from) || !dtype_of(dest, &to) || !PyArray_ISNOTSWAPPED(dest) ||
-        PyArray_NDIM(src) > MOST_AXES || may_overlap(dest, src)) {
+    if (!dtype_of(PyArray_DESCR(src), &from) || !dtype_of(dtype, &to) ||
+        !PyArray_ISNBO(dtype->byteorder) || PyArray_NDIM(src) > MOST_AXES) {
         return 0;
     }
     const int is_swapped = !PyArray_ISNOTSWAPPED(src);
@@ -282,11 +244,10 @@ gather_plan(Gather *gather, PyArrayObject *dest, PyArrayObject *src)
         target = to == STAGE_F4 ? STAGE_TO_F4 : STAGE_TO_F8;
     }
     const size_t from_itemsize = (size_t)PyArray_ITEMSIZE(src);
-    gather->dest = PyArray_BYTES(dest);
     gather->src = PyArray_BYTES(src);
     gather->cast = stage_cast(from, is_swapped, target);
-    gather->itemsize = (size_t)PyArray_ITEMSIZE(dest);
-    gather->size = (size_t)PyArray_SIZE(dest);
+    gather->itemsize = (size_t)PyDataType_ELSIZE(dtype);
+    gather->size = (size_t)PyArray_SIZE(src);
     gather->share = GATHER_SHARE_BYTES / gather->itemsize;
     gather->may_raise =
         (to == STAGE_F4 && from == STAGE_F8) || (to == STAGE_F8 && from == STAGE_F4);

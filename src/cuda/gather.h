@@ -1,5 +1,5 @@
 /* A gather: the elements of an array on their way into a contiguous one. What stage.c
- * and stage_htod.c have from gather.c. */
+ * and staging_ring.c have from gather.c. */
 #ifndef BRAINSTORM_DBUF_GATHER_H
 #define BRAINSTORM_DBUF_GATHER_H
 
@@ -9,8 +9,7 @@
 enum { GATHER_SHARE_BYTES = 256 * 1024 };
 
 typedef struct {
-    char *dest;      /* borrowed, like src, from arrays that the call holds */
-    const char *src; /* element 0 */
+    const char *src; /* element 0; borrowed from an array that the call holds */
     StageCast cast;
     size_t itemsize; /* of dest */
     size_t size;     /* elements */
@@ -24,13 +23,9 @@ typedef struct {
     _Atomic(int) raised;  /* floating-point exceptions, of all threads */
 } Gather;
 
-/* Check that dest can be filled in one go, and that src has its shape. `function` and
- * `role`, dest's name, are for the message. Return 0, or -1 with an error set. */
-int gather_check(const char *function, const char *role, PyObject *dest, PyObject *src);
-
-/* Plan the gather of a src with elements into a dest that gather_check has passed, in
- * shares of GATHER_SHARE_BYTES. Return 1, or 0 if it is for NumPy to copy. */
-int gather_plan(Gather *gather, PyArrayObject *dest, PyArrayObject *src);
+/* Plan the gather of a src with elements as elements of `dtype`, in shares of
+ * GATHER_SHARE_BYTES. Return 1, or 0 if it is for NumPy to copy. */
+int gather_plan(Gather *gather, PyArray_Descr *dtype, PyArrayObject *src);
 
 /* How many threads are to share it, for a `threads` argument of the caller's. Return
  * -1 with ValueError set if the environment's number is none. */
@@ -39,10 +34,13 @@ int gather_threads(const Gather *gather, size_t wish);
 /* True if it takes no longer than letting the GIL go and taking it again. */
 int gather_is_tiny(const Gather *gather);
 
-/* Take the next share and copy it; other threads see the bytes once they know that it
- * is done. Return its first element, or one at or beyond `size`: there was none left.
- * Needs no GIL. */
-size_t gather_share(Gather *gather);
+/* Take the next share. Return how many elements it has, 0 if none was left, and the
+ * first. */
+size_t gather_take(Gather *gather, size_t *begin);
+
+/* Copy elements to dest, where the first of them belongs. Needs no GIL, like
+ * gather_take. */
+void gather_copy(Gather *gather, size_t begin, size_t count, char *dest);
 
 /* Once all shares are done: let NumPy say what it says of the exceptions raised, a
  * warning or an error as np.errstate has it. Return 0, or -1 with an error set. */

@@ -88,7 +88,7 @@ module_exec(PyObject *module)
                                 device_memory_functions, pagelocked_functions,
                                 copy_functions,          copy_rows_functions,
                                 memset_functions,        signature_functions,
-                                stage_functions,         stage_htod_functions};
+                                stage_functions};
     if (PyArray_ImportNumPyAPI() < 0 || add_errors(module, state) < 0) {
         return -1;
     }
@@ -103,6 +103,7 @@ module_exec(PyObject *module)
         add_type(module, &DeviceMemory_spec, &state->DeviceMemory_type) < 0 ||
         add_type(module, &PageLockedMemory_spec, &state->PageLockedMemory_type) < 0 ||
         add_type(module, &RegisteredMemory_spec, &state->RegisteredMemory_type) < 0 ||
+        add_type(module, &StagingRing_spec, &state->StagingRing_type) < 0 ||
         add_type(module, &DeviceArray_spec, &state->DeviceArray_type) < 0) {
         return -1;
     }
@@ -151,6 +152,7 @@ module_exec(PyObject *module)
     DO((state)->DeviceMemory_type); \
     DO((state)->PageLockedMemory_type); \
     DO((state)->RegisteredMemory_type); \
+    DO((state)->StagingRing_type); \
     DO((state)->Engine_type); \
     DO((state)->DeviceArray_type); \
     DO((state)->HandlerCore_type); \

@@ -106,7 +106,7 @@ grow_locked(int count)
 }
 
 void
-team_run(int threads, TeamWork *work, TeamWork *own, void *job)
+team_run(int threads, TeamWork *work, void *job)
 {
     int helpers = (threads < TEAM_MOST ? threads : TEAM_MOST) - 1;
     int is_mine = 0;
@@ -126,7 +126,7 @@ team_run(int threads, TeamWork *work, TeamWork *own, void *job)
         }
         pthread_mutex_unlock(&team.lock);
     }
-    own(job);
+    work(job);
     if (is_mine) {
         pthread_mutex_lock(&team.lock);
         team.places = 0;

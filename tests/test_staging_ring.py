@@ -1,0 +1,327 @@
+"""Arrays on their way to the device, through a ring of page-locked memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import brainstorm_dbuf as dbuf
+from binding_tools import MIB, leak_check, pinned, read  # noqa: F401
+from brainstorm_dbuf import _cuda
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("leak_check")]
+
+PLACE = 512 * 1024
+THREADS = [1, 2, 5]
+# Elements of float32: one piece, at its most, then pieces, the last of any size; twice
+# around the ring.
+SIZES = [1, 1000, PLACE // 4 - 1, PLACE // 4, PLACE // 4 + 1, 5 * PLACE // 8, 2 * PLACE]
+
+
+def new_ring(places=4, nbytes=PLACE):
+    memory = dbuf.pagelocked_empty(places * nbytes, "u1")
+    memory[...] = 0xEE
+    return _cuda.StagingRing(memory, places)
+
+
+@pytest.fixture
+def stream(request, leak_check):  # noqa: F811
+    with dbuf.Stream() as made:
+        yield made
+    # pytest would keep it for longer than leak_check waits.
+    request.node.funcargs.pop("stream", None)
+    del made
+
+
+@pytest.fixture
+def ring(request, stream):
+    made = new_ring()
+    yield made
+    made.close()
+    request.node.funcargs.pop("ring", None)
+    del made
+
+
+def modes(driver):
+    return [None] if driver.fake is None else ["late", "random", "eager"]
+
+
+def set_mode(driver, mode):
+    if mode is not None:
+        driver.fake.mode(mode)
+
+
+def source_of(size, dtype="f4", seed=0):
+    rnd = np.random.default_rng(seed)
+    return rnd.integers(0, 100, size).astype(dtype)
+
+
+def carried(ring, src, stream, dtype="f4", threads=0):
+    """Return what has arrived on the device."""
+    dest = dbuf.mem_alloc(src.size * np.dtype(dtype).itemsize)
+    ring.memcpy_htod_async(dest, src, dtype, stream, threads)
+    return read(dest, dtype).reshape(src.shape)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_element_arrives(size, driver, ring, stream):
+    for mode in modes(driver):
+        set_mode(driver, mode)
+        for threads in THREADS:
+            src = source_of(size, seed=threads)
+            arrived = carried(ring, src, stream, threads=threads)
+            np.testing.assert_array_equal(arrived, src)
+
+
+def test_arrays_follow_each_other_through_the_ring(driver, stream):
+    ring = new_ring(places=3, nbytes=64)
+    sizes = np.random.default_rng(0).integers(0, 60, 200)
+    for mode in modes(driver):
+        set_mode(driver, mode)
+        sources = [source_of(size, seed=k) for k, size in enumerate(sizes)]
+        dests = [dbuf.mem_alloc(src.nbytes) for src in sources]
+        for dest, src in zip(dests, sources):
+            own = src.copy()
+            ring.memcpy_htod_async(dest, own, None, stream)
+            own[...] = -1
+        for dest, src in zip(dests, sources):
+            np.testing.assert_array_equal(read(dest), src)
+
+
+@pytest.mark.parametrize("dest", ["f4", None])
+@pytest.mark.parametrize("dtype", ["f8", "f2", "u1", "i2", ">f4", ">i8", "?"])
+def test_dtypes_are_cast_or_moved_as_they_are(dtype, dest, driver, ring, stream):
+    for size in (1000, MIB + 5):
+        src = source_of(size, dtype)
+        expected = src.astype(dest or np.dtype(dtype).newbyteorder("="))
+        memory = dbuf.mem_alloc(expected.nbytes)
+        ring.memcpy_htod_async(memory, src, dest, stream)
+        np.testing.assert_array_equal(read(memory, expected.dtype), expected)
+
+
+def test_strides_of_any_kind_are_gathered(driver, ring, stream):
+    whole = source_of(3 * MIB).reshape(3, 2, 512, 1024)
+    for src in (
+        whole[:, :, ::2],
+        whole.transpose(3, 0, 1, 2),
+        whole[..., ::-1],
+        whole[:, 1],
+        np.broadcast_to(whole[0, 0, 0], (1024, 1024)),
+    ):
+        np.testing.assert_array_equal(carried(ring, src, stream, threads=3), src)
+
+
+def test_any_array_arrives_through_any_ring(driver, stream):
+    @settings(deadline=None)
+    @given(
+        st.integers(1, 5),
+        st.integers(64, 300),
+        st.integers(0, 999),
+        st.sampled_from(["f4", "f8", "u1", "i2", ">f4"]),
+        st.sampled_from(["f4", "f8", None]),
+        st.integers(1, 4),
+    )
+    def each(places, nbytes, size, dtype, dest, threads):
+        ring = new_ring(places, nbytes)
+        src = source_of(2 * size, dtype)[::2]
+        expected = src.astype(dest or src.dtype.newbyteorder("="))
+        memory = dbuf.mem_alloc(expected.nbytes)
+        for _ in range(2):
+            ring.memcpy_htod_async(memory, src, dest, stream, threads)
+        np.testing.assert_array_equal(read(memory, expected.dtype), expected)
+
+    each()
+
+
+def test_what_numpy_has_to_cast_arrives_too(driver, ring, stream):
+    for size in (1000, MIB):
+        src = source_of(size).astype(np.longdouble)
+        np.testing.assert_array_equal(carried(ring, src, stream), src)
+        arrived = carried(ring, source_of(size), stream, "i4")
+        np.testing.assert_array_equal(arrived, source_of(size))
+
+
+def test_nothing_at_all_is_nothing(fake, ring, stream):
+    calls = fake.calls("cuMemcpyHtoDAsync")
+    ring.memcpy_htod_async(dbuf.mem_alloc(16), np.empty((0, 3)), "f4", stream)
+    assert fake.calls("cuMemcpyHtoDAsync") == calls
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_pieces_of_a_place_are_copied(threads, fake, ring, stream):
+    for quarters, copies in ((1, 1), (4, 1), (5, 2), (20, 5)):
+        before = fake.calls("cuMemcpyHtoDAsync")
+        carried(ring, source_of(quarters * PLACE // 16), stream, threads=threads)
+        assert fake.calls("cuMemcpyHtoDAsync") - before == copies
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_a_place_is_not_filled_before_its_last_copy_is_done(threads, driver, stream):
+    """The ring is short and the device slow: without waiting, most would be wrong."""
+    ring = new_ring(places=2, nbytes=64)
+    src = np.arange(16 * 50, dtype=np.float32)
+    other = dbuf.pagelocked_zeros(MIB)
+    busy = dbuf.mem_alloc(other.nbytes)
+    for mode in modes(driver):
+        set_mode(driver, mode)
+        dest = dbuf.mem_alloc(src.nbytes)
+        dbuf.memcpy_htod_async(busy, other, stream)
+        ring.memcpy_htod_async(dest, src, None, stream, threads)
+        np.testing.assert_array_equal(read(dest), src)
+
+
+@pytest.mark.parametrize("threads", THREADS)
+def test_copies_are_queued_while_the_rest_is_being_gathered(threads, fake, stream):
+    src = source_of(8 * MIB, "f8")  # 64 pieces
+    ring = new_ring(places=16)
+    dest = dbuf.mem_alloc(src.size * 4)
+    before = fake.calls("cuMemcpyHtoDAsync")
+    seen, done = set(), threading.Event()
+
+    def watch():
+        while not done.is_set():
+            seen.add(fake.calls("cuMemcpyHtoDAsync") - before)
+            time.sleep(0.0002)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for _ in range(5):
+        ring.memcpy_htod_async(dest, src, "f4", stream, threads)
+        stream.synchronize()
+    done.set()
+    watcher.join()
+    # Somewhere between none and all of one run.
+    assert any(count % 64 for count in seen), seen
+
+
+def test_threads_take_turns(driver, ring, stream):
+    sources = [source_of(3 * PLACE // 4, seed=k) for k in range(4)]
+    dests = [dbuf.mem_alloc(src.nbytes) for src in sources]
+    context = dbuf.Context.current()
+
+    def work(dest, src):
+        with context:
+            for _ in range(5):
+                ring.memcpy_htod_async(dest, src, None, stream, 2)
+
+    threads = [threading.Thread(target=work, args=each) for each in zip(dests, sources)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for dest, src in zip(dests, sources):
+        np.testing.assert_array_equal(read(dest), src)
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuEventRecord"])
+@pytest.mark.parametrize("nth", [0, 1, 3])
+def test_a_call_that_fails_is_an_error_and_the_ring_goes_on(
+    nth, call, fake, ring, stream
+):
+    fake.mode("late")
+    src = source_of(6 * PLACE // 4)
+    dest = dbuf.mem_alloc(src.nbytes)
+    fake.fail(call, nth)
+    with pytest.raises(dbuf.CudaError, match=call) as caught:
+        ring.memcpy_htod_async(dest, src, None, stream, 2)
+    assert caught.value.call == call
+    del caught
+    np.testing.assert_array_equal(carried(ring, src, stream), src)
+
+
+def test_a_wait_that_fails_is_an_error_and_the_ring_goes_on(fake, ring, stream):
+    fake.mode("late")
+    src = source_of(6 * PLACE // 4)
+    dest = dbuf.mem_alloc(src.nbytes)
+    # The two last pieces wait for the two first.
+    fake.fail("cuEventSynchronize", 0)
+    with pytest.raises(dbuf.CudaError, match="cuEventSynchronize"):
+        ring.memcpy_htod_async(dest, src, None, stream, 2)
+    np.testing.assert_array_equal(carried(ring, src, stream), src)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_what_numpy_warns_of_is_warned_of_and_has_arrived(large, driver, ring, stream):
+    src = np.full(MIB if large else 10, 1e300)
+    with pytest.warns(RuntimeWarning, match="overflow"):
+        arrived = carried(ring, src, stream, threads=2)
+    assert (arrived == np.inf).all()
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("error")
+        carried(ring, src, stream)
+    with np.errstate(over="raise"), pytest.raises(FloatingPointError):
+        carried(ring, src, stream)
+
+
+def test_what_is_in_flight_outlives_the_ring(driver, stream):
+    if driver.fake is not None:
+        driver.fake.mode("late")
+    src = source_of(PLACE)
+    for end in (_cuda.StagingRing.close, lambda ring: None):
+        ring, dest = new_ring(places=8), dbuf.mem_alloc(src.nbytes)
+        ring.memcpy_htod_async(dest, src, None, stream)
+        end(ring)
+        del ring
+        gc.collect()
+        np.testing.assert_array_equal(read(dest), src)
+
+
+def test_a_closed_ring_holds_nothing_and_takes_nothing(driver, stream):
+    ring = new_ring()
+    assert (ring.nbytes, ring.place_nbytes, ring.closed) == (4 * PLACE, PLACE, False)
+    assert "4 places of 524288 bytes" in repr(ring)
+    ring.close()
+    ring.close()
+    assert (ring.nbytes, ring.closed, repr(ring)) == (0, True, "<StagingRing closed>")
+    with pytest.raises(ValueError, match="StagingRing is closed"):
+        ring.memcpy_htod_async(dbuf.mem_alloc(8), np.zeros(2), None, stream)
+
+
+def test_bad_arguments_are_refused_before_anything_is_done(driver, ring, stream):
+    src = source_of(8)
+    dest = dbuf.mem_alloc(32)
+    dbuf.memset_d8(dest, 0, 32)
+    closed = dbuf.Stream()
+    closed.close()
+    for arguments, error, text in (
+        ((dbuf.mem_alloc(31), src, "f4", stream), ValueError, "dest has 31"),
+        ((dest, src, "f4", closed), ValueError, "closed"),
+        ((dest, [1.0], "f4", stream), TypeError, "src must be a numpy array"),
+        ((dest, src, "f4", stream, -1), ValueError, "threads"),
+        ((dest, src, "no such", stream), TypeError, "no such"),
+        ((dest, src, "c8", stream), TypeError, "dtype: expected numbers"),
+        ((dest, src, ">f4", stream), TypeError, "dtype: expected numbers"),
+        ((dest, np.zeros(8, "O"), None, stream), TypeError, "dtype: expected numbers"),
+        ((dest,), TypeError, "src"),
+        ((object(), src), TypeError, "dest"),
+    ):
+        with pytest.raises(error, match=text):
+            ring.memcpy_htod_async(*arguments)
+        assert not read(dest).any()
+
+
+def test_memory_that_cannot_be_a_ring_is_refused(driver, stream):
+    good = dbuf.pagelocked_empty(1024, "u1")
+    read_only = dbuf.pagelocked_empty(1024, "u1")
+    read_only.flags.writeable = False
+    for arguments, error, text in (
+        (([1],), TypeError, "memory must be a numpy array"),
+        ((np.zeros(1024),), ValueError, "made by pagelocked_empty"),
+        ((good[::2],), ValueError, "C-contiguous"),
+        ((read_only,), ValueError, "writable"),
+        ((good[:0],), ValueError, "with elements"),
+        ((good[1:],), ValueError, "multiple of 64"),
+        ((good, 0), ValueError, "places: expected from 1 to 64"),
+        ((good, 65), ValueError, "places: expected from 1 to 64"),
+        ((good, 17), ValueError, "of at least 64 bytes each"),
+        ((good, 2, 3), TypeError, "context"),
+    ):
+        with pytest.raises(error, match=text):
+            _cuda.StagingRing(*arguments)
