@@ -80,7 +80,7 @@ gpu-memcheck: gpu-build
 
 gpu-bench: gpu-build
 	status=0; for bench in driver_calls.py small_batches.py large_batches.py \
-		handlers.py ragged.py staging.py "feeds.py --json build/feeds.json"; do \
+		"large_batches.py --handler cuda --units 2048" handlers.py ragged.py staging.py "feeds.py --json build/feeds.json"; do \
 		$(GPU_ENV) $(PYTHON) bench/$$bench || status=1; done; exit $$status
 
 clean:

@@ -340,7 +340,7 @@ def default_threads() -> int:
         allowed = min(allowed, max(1, quota // period))
     except (OSError, ValueError):
         pass  # no such group, or no limit
-    return min(allowed, 16)
+    return min(allowed - (allowed > 4), 16)
 
 
 def main() -> int:

@@ -1,14 +1,14 @@
 """Large images through a GPU handler: plain and double-buffered, beside the bound.
 
-Network: FullyConnected 256 and 10 classes over 256 images of 224x224x3 float32 (154 MB a
-minibatch), 45 updates, the loss read after each; the first 5 are warm-up (brainstorm and
-the feed allocate their buffers then), the time of the other 40 together is divided by 40.
-Rows: the data set in ordinary memory (which the feed page-locks in place, once) and in
-page-locked memory, each plain and double-buffered, in turn in one process; medians over
-the repetitions. Beside them the
-bound of the same run: the step alone (the inputs stay on the device) and the link alone
-(one page-locked minibatch copied to the device and waited for), medians over 40. The
-weights of all rows must be equal to the bit.
+Network: FullyConnected 256 (--units) and 10 classes over 256 images of 224x224x3 float32
+(154 MB a minibatch), 45 updates, the loss read after each; the first 5 are warm-up
+(brainstorm and the feed allocate their buffers then), the time of the other 40 together
+is divided by 40. Rows: the data set in ordinary memory (which the feed page-locks in
+place, once) and in page-locked memory, each plain and double-buffered, in turn in one
+process; medians over the repetitions. Beside them the bound of the same run: the step
+alone (the inputs stay on the device) and the link alone (one page-locked minibatch copied
+to the device and waited for), medians over 40. The weights of all rows must be equal to
+the bit. With 256 units the link is the bound, with 2048 the step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from brainstorm.data_iterators import DataIterator, Minibatches
 
 CLASSES = 10
 WARM_UP = 5
-AT_MOST = 1.05  # of the bound
+# Of the bound, which is the link's time or the step's.
+AT_MOST_OF_LINK, AT_MOST_OF_STEP = 1.05, 1.02
 
 
 class Cycle(DataIterator):
@@ -46,9 +47,11 @@ class Cycle(DataIterator):
             yield from self.iter(handler)
 
 
-def make_net(shape, handler):
+def make_net(options, handler):
     bs.global_rnd.set_seed(1)
-    net = bs.tools.create_net_from_spec("classification", shape, CLASSES, "F256")
+    net = bs.tools.create_net_from_spec(
+        "classification", options.shape, CLASSES, f"F{options.units}"
+    )
     net.set_handler(handler)
     return net
 
@@ -75,7 +78,7 @@ def make_trainer(double_buffering):
 
 
 def time_training(data, options, make_handler, double_buffering):
-    net = make_net(options.shape, make_handler())
+    net = make_net(options, make_handler())
     iterator = Minibatches(options.batch_size, shuffle=False, **data)
     iterator = Cycle(iterator, (options.updates + WARM_UP) // options.distinct)
     trainer = make_trainer(double_buffering)
@@ -90,7 +93,7 @@ def time_training(data, options, make_handler, double_buffering):
 
 def time_step(data, options, make_handler):
     """Return the seconds of an update whose inputs are there already."""
-    net = make_net(options.shape, make_handler())
+    net = make_net(options, make_handler())
     stepper = bs.training.MomentumStepper(0.001, 0.9)
     stepper.start(net)
     batch = {name: array[:, : options.batch_size] for name, array in data.items()}
@@ -123,6 +126,7 @@ def main() -> int:
     parser.add_argument("--handler", choices=sorted(GPU_HANDLERS), default="pycuda")
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--side", type=int, default=224)
+    parser.add_argument("--units", type=int, default=256)
     parser.add_argument("--updates", type=int, default=40)
     parser.add_argument("--distinct", type=int, default=9, help="minibatches held")
     parser.add_argument("--repeat", type=int, default=3)
@@ -184,13 +188,17 @@ def main() -> int:
         times["ordinary, plain"]
     )
     print(f"weights {'identical' if identical else 'DIFFERENT'}")
-    print(f"ordinary memory: double-buffered / plain = {ratio:.2f} (at most 0.50)")
-    failed = not identical or ratio > 0.50
+    failed = not identical
+    at_most = AT_MOST_OF_STEP
+    if link > step:
+        at_most = AT_MOST_OF_LINK
+        print(f"ordinary memory: double-buffered / plain = {ratio:.2f} (at most 0.50)")
+        failed |= ratio > 0.50
     for memory in ("ordinary", "page-locked"):
         hidden = statistics.median(times[f"{memory}, double-buffered"]) / bound
-        print(f"{memory} memory: double-buffered / bound = {hidden:.2f} (at most "
-              f"{AT_MOST:.2f})")
-        failed |= hidden > AT_MOST
+        print(f"{memory} memory: double-buffered / bound = {hidden:.3f} (at most "
+              f"{at_most:.2f})")
+        failed |= hidden > at_most
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
     return int(failed)
