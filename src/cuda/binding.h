@@ -36,6 +36,11 @@
 #include <stddef.h>
 #include <stdint.h>
 
+/* For calls whose own part is some 20 ns: what they do when nothing is special lies in
+ * one piece, since much of the cost is fetching code that the driver has displaced. */
+#define LIKELY(condition) __builtin_expect(!!(condition), 1)
+#define COLD __attribute__((cold)) /* a function for errors and other rare ends */
+
 /* ---- Driver table (driver.c) ---- */
 
 /* Every entry used: name without "cu", and the version of its signature. Short names
@@ -159,7 +164,7 @@ state_of(void *self)
 }
 
 /* Return 0, with the driver open; or -1 with DriverError or ForkError set. */
-int driver_open(ModuleState *state);
+COLD int driver_open(ModuleState *state);
 
 static inline int
 driver_ready(ModuleState *state)
@@ -264,15 +269,15 @@ guard_close(Guard *guard)
 
 /* Set the Python exception for a failed driver call and return NULL. `format` says what
  * was asked for (as PyUnicode_FromFormat), or is NULL: then the driver's own words. */
-PyObject *raise_cuda(ModuleState *state, const char *call, CUresult status,
-                     const char *format, ...);
+COLD PyObject *raise_cuda(ModuleState *state, const char *call, CUresult status,
+                          const char *format, ...);
 
 /* Set a CudaError that no driver call made: class, call, name, detail. Return NULL. */
-PyObject *raise_plain(PyObject *cls, const char *call, const char *name,
-                      const char *format, ...);
+COLD PyObject *raise_plain(PyObject *cls, const char *call, const char *name,
+                           const char *format, ...);
 
 /* Set ValueError "<what> is closed" and return NULL. */
-PyObject *raise_closed(const char *what);
+COLD PyObject *raise_closed(const char *what);
 
 /* True for the errors that mean: the context is gone, and the resource went with it. */
 int context_is_gone(CUresult status);
@@ -314,15 +319,18 @@ typedef struct {
 int unpack_slowly(const Signature *signature, PyObject *const *args, Py_ssize_t nargs,
                   PyObject *kwnames, PyObject **out);
 
-/* The same; out[] must be zeroed by the caller. */
+/* The same; out[] must be zeroed by the caller. The loop has the signature's bound: the
+ * compiler knows that one, and makes a few moves of it. */
 static inline int
 unpack(const Signature *signature, PyObject *const *args, Py_ssize_t nargs,
        PyObject *kwnames, PyObject **out)
 {
-    if (kwnames == NULL && nargs >= signature->required &&
-        nargs <= signature->positional) {
-        for (Py_ssize_t i = 0; i < nargs; i++) {
-            out[i] = args[i];
+    if (LIKELY(kwnames == NULL && nargs >= signature->required &&
+               nargs <= signature->positional)) {
+        for (int i = 0; i < signature->positional; i++) {
+            if (i < nargs) {
+                out[i] = args[i];
+            }
         }
         return 0;
     }
@@ -447,10 +455,12 @@ scope_call(const Scope *scope, const char *call)
 #define BY_HANDLE(scope, context, stream, status, call) \
     do { \
         (scope).failed = NULL; \
-        (status) = (uintptr_t)(stream) > 2 ? (call) : CUDA_ERROR_INVALID_CONTEXT; \
-        if ((status) == CUDA_ERROR_INVALID_CONTEXT || \
-            (status) == CUDA_ERROR_CONTEXT_IS_DESTROYED || \
-            (status) == CUDA_ERROR_INVALID_HANDLE) { \
+        (status) = \
+            LIKELY((uintptr_t)(stream) > 2) ? (call) : CUDA_ERROR_INVALID_CONTEXT; \
+        if (!LIKELY((status) == CUDA_SUCCESS) && \
+            ((status) == CUDA_ERROR_INVALID_CONTEXT || \
+             (status) == CUDA_ERROR_CONTEXT_IS_DESTROYED || \
+             (status) == CUDA_ERROR_INVALID_HANDLE)) { \
             IN_CONTEXT(scope, context, status, call); \
         } \
     } while (0)
@@ -473,12 +483,14 @@ typedef struct {
     uint64_t upto; /* copies numbered below this are done once the event has passed */
 } Fence;
 
-/* Copies in flight of one stream, numbered from 0 in the order of their issue. */
+/* Copies in flight of one stream, numbered from 0 in the order of their issue. First
+ * what every copy touches, so that it is together in the cache. */
 struct Ledger {
-    CUstream stream;   /* borrowed: the Stream object's, or foreign */
+    CUstream stream; /* borrowed: the Stream object's, or foreign */
     int is_foreign; /* stream may be destroyed while copies are held for it: each gets a
                        fence, and no call is made on the handle for their sake */
-    Held *held;        /* owned ring: copy n is held[n % capacity], head <= n < tail */
+    int users;      /* calls between reserve and commit, or inside a wait */
+    Held *held;     /* owned ring: copy n is held[n % capacity], head <= n < tail */
     uint64_t capacity; /* a power of two, or 0 */
     uint64_t head, tail;
     uint64_t fenced;             /* copies below this lie before a fence */
@@ -486,7 +498,6 @@ struct Ledger {
     uint64_t fence_head, fence_tail;
     CUevent spare[LEDGER_FENCES]; /* owned: events to be used again */
     int spares;
-    int users;    /* calls between reserve and commit, or inside a wait */
     Ledger *next; /* owned: next in the context's list */
 };
 
@@ -495,14 +506,51 @@ typedef struct {
     CUevent event; /* owned, or NULL: this copy records no fence */
 } Ticket;
 
+/* Whether a copy needs no fence of its own: most small ones do not. */
+static inline int
+ledger_shares_fence(const Ledger *ledger, size_t nbytes)
+{
+    return nbytes < LEDGER_SMALL && !ledger->is_foreign &&
+           ledger->tail - ledger->fenced < LEDGER_BATCH - 1;
+}
+
+int ledger_reserve_slowly(ModuleState *state, Ledger *ledger, ContextObject *context,
+                          size_t nbytes, Ticket *ticket);
+
 /* Before a copy: make room, and have an event if this copy is to record one. May
  * release the GIL. Return 0, or -1 with an error set and nothing set aside. */
-int ledger_reserve(ModuleState *state, Ledger *ledger, ContextObject *context,
-                   size_t nbytes, Ticket *ticket);
+static inline int
+ledger_reserve(ModuleState *state, Ledger *ledger, ContextObject *context,
+               size_t nbytes, Ticket *ticket)
+{
+    if (LIKELY(ledger_shares_fence(ledger, nbytes) &&
+               ledger->tail - ledger->head + (uint64_t)ledger->users <
+                   ledger->capacity)) {
+        ticket->event = NULL;
+        ledger->users++;
+        return 0;
+    }
+    return ledger_reserve_slowly(state, ledger, context, nbytes, ticket);
+}
+
+/* Record the ticket's event behind all copies committed so far. */
+void ledger_fence(Ledger *ledger, ContextObject *context, Ticket *ticket);
 
 /* After the copy was issued: hold its ends (references are stolen). Never fails. */
-void ledger_commit(Ledger *ledger, ContextObject *context, Ticket *ticket,
-                   PyObject *first, PyObject *second);
+static inline void
+ledger_commit(Ledger *ledger, ContextObject *context, Ticket *ticket, PyObject *first,
+              PyObject *second)
+{
+    Held *place = &ledger->held[ledger->tail & (ledger->capacity - 1)];
+    place->ends[0] = first;
+    place->ends[1] = second;
+    ledger->tail++;
+    ledger->users--;
+    live.in_flight++;
+    if (!LIKELY(ticket->event == NULL)) {
+        ledger_fence(ledger, context, ticket);
+    }
+}
 
 /* After the copy failed: put back what was set aside. */
 void ledger_cancel(Ledger *ledger, Ticket *ticket);
@@ -536,22 +584,70 @@ typedef struct {
 } StreamObject;
 
 /* Begin a call. Return 0, or -1 with an error set: closed, or no usable driver. */
-int stream_enter(ModuleState *state, StreamObject *self);
+static inline int
+stream_enter(ModuleState *state, StreamObject *self)
+{
+    if (driver_ready(state) < 0) {
+        return -1;
+    }
+    if (!guard_enter(&self->guard)) {
+        raise_closed("Stream");
+        return -1;
+    }
+    return 0;
+}
+
+COLD void stream_destroy_late(StreamObject *self);
 
 /* End a call; the last one after close() destroys. Keeps the current exception. */
-void stream_leave(StreamObject *self);
+static inline void
+stream_leave(StreamObject *self)
+{
+    if (guard_leave(&self->guard)) {
+        stream_destroy_late(self);
+    }
+}
 
 /* A resolved `stream` argument. */
 typedef struct {
     CUstream handle;
     StreamObject *object; /* borrowed and entered, or NULL: no Stream object of ours */
-    ContextObject *context; /* owned, or NULL: the NULL stream of whatever context */
+    ContextObject *context; /* borrowed from object; else owned, or NULL: the NULL
+                               stream of whatever context */
 } StreamRef;
+
+int stream_resolve_slowly(ModuleState *state, PyObject *object, StreamRef *ref);
 
 /* Resolve None, a Stream, an object with __cuda_stream__ or an int. The StreamRef must
  * be zeroed. Return 0, or -1 with an error set; stream_release in both cases. */
-int stream_resolve(ModuleState *state, PyObject *object, StreamRef *ref);
-void stream_release(StreamRef *ref);
+static inline int
+stream_resolve(ModuleState *state, PyObject *object, StreamRef *ref)
+{
+    if (!LIKELY(object != NULL && Py_IS_TYPE(object, state->Stream_type))) {
+        return stream_resolve_slowly(state, object, ref);
+    }
+    StreamObject *stream = (StreamObject *)object;
+    if (stream_enter(state, stream) < 0) {
+        return -1;
+    }
+    ref->object = stream;
+    ref->handle = stream->handle;
+    ref->context = stream->context;
+    return 0;
+}
+
+static inline void
+stream_release(StreamRef *ref)
+{
+    if (LIKELY(ref->object != NULL)) {
+        stream_leave(ref->object);
+        ref->object = NULL;
+        ref->context = NULL;
+    }
+    else {
+        Py_CLEAR(ref->context);
+    }
+}
 
 /* ---- Event (event.c) ---- */
 
@@ -613,8 +709,16 @@ typedef struct {
     Guard guard;
 } DeviceMemoryObject;
 
+COLD void device_memory_destroy_late(DeviceMemoryObject *self);
+
 /* Count a user out; the last one after free() frees. */
-void device_memory_leave(DeviceMemoryObject *self);
+static inline void
+device_memory_leave(DeviceMemoryObject *self)
+{
+    if (guard_leave(&self->guard)) {
+        device_memory_destroy_late(self);
+    }
+}
 
 typedef struct {
     PyObject_HEAD
@@ -632,10 +736,30 @@ typedef struct {
     int is_registered;      /* the driver has it; cuMemHostUnregister is due */
 } RegisteredMemoryObject;
 
+/* Whether the bytes from first to before end lie in memory of ours; none always do. */
+static inline int
+pagelocked_has(const void *ptr, size_t nbytes, const char *first, const char *end)
+{
+    const char *start = ptr;
+    return first == end || (first >= start && end <= start + nbytes);
+}
+
+PyObject *pagelocked_owner_slowly(ModuleState *state, PyArrayObject *array,
+                                  const char *first, const char *end);
+
 /* The object of ours (borrowed) in whose page-locked memory the bytes of an array lie,
  * from first to before end. NULL if there is none; never an error. */
-PyObject *pagelocked_owner(ModuleState *state, PyArrayObject *array, const char *first,
-                           const char *end);
+static inline PyObject *
+pagelocked_owner(ModuleState *state, PyArrayObject *array, const char *first,
+                 const char *end)
+{
+    PyObject *base = PyArray_BASE(array);
+    if (LIKELY(base != NULL && Py_IS_TYPE(base, state->PageLockedMemory_type))) {
+        PageLockedMemoryObject *memory = (PageLockedMemoryObject *)base;
+        return pagelocked_has(memory->ptr, memory->nbytes, first, end) ? base : NULL;
+    }
+    return pagelocked_owner_slowly(state, array, first, end);
+}
 
 /* Ask the driver about first and last byte; in a context. Needs no GIL. */
 CUresult pagelocked_ask(const void *ptr, size_t nbytes, int *is_locked);
@@ -665,36 +789,109 @@ typedef struct {
  * object pointers, and, if `native` is asked for, the other byte order. Else 0. */
 int check_dtype(const char *role, PyArray_Descr *descr, int native);
 
+int device_end_resolve_slowly(ModuleState *state, const char *role, PyObject *object,
+                              int writable, DeviceEnd *end);
+
 /* Resolve an argument; the struct must be zeroed. `role` is "dest" or "src", for the
  * message. Return 0, or -1 with an error set; release in both cases. */
-int device_end_resolve(ModuleState *state, const char *role, PyObject *object,
-                       int writable, DeviceEnd *end);
-void device_end_release(DeviceEnd *end);
+static inline int
+device_end_resolve(ModuleState *state, const char *role, PyObject *object, int writable,
+                   DeviceEnd *end)
+{
+    if (!LIKELY(Py_IS_TYPE(object, state->DeviceMemory_type))) {
+        return device_end_resolve_slowly(state, role, object, writable, end);
+    }
+    DeviceMemoryObject *memory = (DeviceMemoryObject *)object;
+    if (!guard_enter(&memory->guard)) {
+        raise_closed("DeviceMemory");
+        return -1;
+    }
+    end->ptr = memory->ptr;
+    end->nbytes = memory->nbytes;
+    end->size_is_known = 1;
+    end->hold = Py_NewRef(object);
+    end->memory = memory;
+    end->context = memory->context;
+    return 0;
+}
+
+static inline void
+device_end_release(DeviceEnd *end)
+{
+    if (LIKELY(end->memory != NULL)) {
+        device_memory_leave(end->memory);
+        end->memory = NULL;
+    }
+    Py_CLEAR(end->hold);
+}
+
 int host_end_resolve(ModuleState *state, const char *role, PyObject *object,
                      int writable, HostEnd *end);
-void host_end_release(HostEnd *end);
+
+static inline void
+host_end_release(HostEnd *end)
+{
+    Py_CLEAR(end->hold);
+}
+
+int device_end_ask_size(ModuleState *state, const char *role, DeviceEnd *end,
+                        ContextObject *context);
 
 /* Ask the driver how many bytes follow an address. Return 0, or -1 with an error set.
  */
-int device_end_measure(ModuleState *state, const char *role, DeviceEnd *end,
-                       ContextObject *context);
+static inline int
+device_end_measure(ModuleState *state, const char *role, DeviceEnd *end,
+                   ContextObject *context)
+{
+    return LIKELY(end->size_is_known) ? 0
+                                      : device_end_ask_size(state, role, end, context);
+}
+
+ContextObject *common_context_slowly(ModuleState *state, ContextObject *first,
+                                     ContextObject *second, const StreamRef *stream);
 
 /* The context of a copy: what the ends and the stream say, else the current one. New
  * reference; NULL with ValueError set if two of them differ. Any argument may be NULL.
  */
-ContextObject *common_context(ModuleState *state, ContextObject *first,
-                              ContextObject *second, const StreamRef *stream);
+static inline ContextObject *
+common_context(ModuleState *state, ContextObject *first, ContextObject *second,
+               const StreamRef *stream)
+{
+    if (LIKELY(first != NULL && second == NULL && stream != NULL &&
+               stream->context == first && driver_usable())) {
+        return (ContextObject *)Py_NewRef((PyObject *)first);
+    }
+    return common_context_slowly(state, first, second, stream);
+}
+
+COLD void raise_does_not_fit(const char *role, size_t nbytes, size_t needed);
 
 /* Return 0 if `needed` bytes fit into an end of `nbytes`, else -1 with ValueError set.
  */
-int check_fits(const char *role, size_t nbytes, size_t needed);
+static inline int
+check_fits(const char *role, size_t nbytes, size_t needed)
+{
+    if (needed > nbytes) {
+        raise_does_not_fit(role, nbytes, needed);
+        return -1;
+    }
+    return 0;
+}
 
 /* ---- What the files with copies share (copy.c) ---- */
 
 /* The `stream` argument: where none is given, a DeviceArray's own. As stream_resolve.
  */
-int copy_stream(ModuleState *state, PyObject *given, const DeviceEnd *first,
-                const DeviceEnd *second, StreamRef *stream);
+static inline int
+copy_stream(ModuleState *state, PyObject *given, const DeviceEnd *first,
+            const DeviceEnd *second, StreamRef *stream)
+{
+    const DeviceEnd *end = first->stream != NULL ? first : second;
+    if (!LIKELY(given != NULL && given != Py_None) && end->stream != NULL) {
+        given = (PyObject *)end->stream;
+    }
+    return stream_resolve(state, given, stream);
+}
 
 /* The ledger of a resolved stream. Borrowed; NULL with MemoryError set. */
 Ledger *copy_ledger(const StreamRef *stream, ContextObject *context);
@@ -702,11 +899,20 @@ Ledger *copy_ledger(const StreamRef *stream, ContextObject *context);
 /* What the ledger holds for a device end; new reference. */
 PyObject *copy_held_end(const DeviceEnd *end, const StreamRef *stream);
 
+int copy_ask_locked(ModuleState *state, const char *function, const char *role,
+                    const char *instead, const HostEnd *host, ContextObject *context);
+
 /* Refuse a host end that is not page-locked: the driver would copy synchronously, or
  * read it later than the caller thinks. `instead` is the copy that takes any memory.
  * Return 0, or -1 with an error set. */
-int copy_check_locked(ModuleState *state, const char *function, const char *role,
-                      const char *instead, const HostEnd *host, ContextObject *context);
+static inline int
+copy_check_locked(ModuleState *state, const char *function, const char *role,
+                  const char *instead, const HostEnd *host, ContextObject *context)
+{
+    return LIKELY(host->is_locked)
+               ? 0
+               : copy_ask_locked(state, function, role, instead, host, context);
+}
 
 /* An asynchronous copy to the device that takes more than one call of the driver's, or
  * none at once: resolve the three ends, then check, reserve, queue, commit; release in

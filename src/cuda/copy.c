@@ -25,31 +25,17 @@ copy_held_end(const DeviceEnd *end, const StreamRef *stream)
 }
 
 int
-copy_stream(ModuleState *state, PyObject *given, const DeviceEnd *first,
-            const DeviceEnd *second, StreamRef *stream)
+copy_ask_locked(ModuleState *state, const char *function, const char *role,
+                const char *instead, const HostEnd *host, ContextObject *context)
 {
-    const DeviceEnd *end = first->stream != NULL ? first : second;
-    if ((given == NULL || given == Py_None) && end->stream != NULL) {
-        given = (PyObject *)end->stream;
-    }
-    return stream_resolve(state, given, stream);
-}
-
-int
-copy_check_locked(ModuleState *state, const char *function, const char *role,
-                  const char *instead, const HostEnd *host, ContextObject *context)
-{
-    int is_locked = host->is_locked;
-    if (!is_locked) {
-        CUresult status;
-        Scope scope;
-        IN_CONTEXT(scope, context->handle, status,
-                   pagelocked_ask(host->ptr, host->nbytes, &is_locked));
-        if (status != CUDA_SUCCESS) {
-            raise_cuda(state, scope_call(&scope, "cuPointerGetAttribute"), status,
-                       NULL);
-            return -1;
-        }
+    int is_locked = 0;
+    CUresult status;
+    Scope scope;
+    IN_CONTEXT(scope, context->handle, status,
+               pagelocked_ask(host->ptr, host->nbytes, &is_locked));
+    if (status != CUDA_SUCCESS) {
+        raise_cuda(state, scope_call(&scope, "cuPointerGetAttribute"), status, NULL);
+        return -1;
     }
     if (!is_locked) {
         PyErr_Format(
@@ -133,7 +119,7 @@ copy_and_wait(int to_device, CUdeviceptr device, const HostEnd *host, CUstream s
 }
 
 /* The driver call, in the context. Needs no GIL. */
-static inline CUresult
+static inline __attribute__((always_inline)) CUresult
 issue_host_copy(const HostCopy *copy, Scope *scope, ContextObject *context,
                 const DeviceEnd *device, const HostEnd *host, CUstream stream)
 {
@@ -161,7 +147,8 @@ issue_host_copy(const HostCopy *copy, Scope *scope, ContextObject *context,
     return status;
 }
 
-static PyObject *
+/* Inlined into each of the four, so that what they do not need drops out. */
+static inline __attribute__((always_inline)) PyObject *
 copy_host(PyObject *module, const HostCopy *copy, PyObject *const *args,
           Py_ssize_t nargs, PyObject *kwnames)
 {
@@ -210,7 +197,7 @@ copy_host(PyObject *module, const HostCopy *copy, PyObject *const *args,
     }
     CUresult status;
     Scope scope;
-    if (ledger != NULL && copy_is_brief(ledger, host.nbytes)) {
+    if (LIKELY(ledger != NULL && copy_is_brief(ledger, host.nbytes))) {
         status = issue_host_copy(copy, &scope, context, &device, &host, stream.handle);
     }
     else {

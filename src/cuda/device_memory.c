@@ -36,17 +36,16 @@ device_memory_destroy(DeviceMemoryObject *self, const char **call)
     return status;
 }
 
+/* For the last one to leave freed memory. */
 void
-device_memory_leave(DeviceMemoryObject *self)
+device_memory_destroy_late(DeviceMemoryObject *self)
 {
-    if (guard_leave(&self->guard)) {
-        SavedError saved;
-        const char *call;
-        save_error(&saved);
-        CUresult status = device_memory_destroy(self, &call);
-        report_unraisable(self, call, status);
-        restore_error(&saved);
-    }
+    SavedError saved;
+    const char *call;
+    save_error(&saved);
+    CUresult status = device_memory_destroy(self, &call);
+    report_unraisable(self, call, status);
+    restore_error(&saved);
 }
 
 static PyObject *

@@ -4,42 +4,65 @@
 
 #include "../handler/handler.h"
 
-/* A native byte order can be told from the descriptor, but for the fields of a struct.
- */
-static int
-is_native(PyArray_Descr *descr)
+/* Whether all fields are in this machine's byte order; -1 with an error set. */
+COLD static int
+is_struct_native(PyArray_Descr *descr)
 {
-    if (descr->type_num != NPY_VOID) {
-        return PyArray_ISNBO(descr->byteorder);
-    }
     PyObject *native = PyObject_GetAttrString((PyObject *)descr, "isnative");
     int result = native == NULL ? -1 : PyObject_IsTrue(native);
     Py_XDECREF(native);
     return result;
 }
 
-int
-check_dtype(const char *role, PyArray_Descr *descr, int native)
+/* A native byte order can be told from the descriptor, but for the fields of a struct.
+ */
+static inline int
+is_native(PyArray_Descr *descr)
+{
+    return descr->type_num != NPY_VOID ? PyArray_ISNBO(descr->byteorder)
+                                       : is_struct_native(descr);
+}
+
+COLD static void
+raise_holds_objects(const char *role, PyArray_Descr *descr)
+{
+    PyErr_Format(PyExc_TypeError,
+                 "%s: dtype %R holds Python objects: its bytes are pointers", role,
+                 descr);
+}
+
+COLD static void
+raise_not_native(const char *role, PyArray_Descr *descr)
+{
+    PyErr_Format(PyExc_TypeError,
+                 "%s: dtype %R is not in this machine's byte order; convert it with "
+                 "astype(dtype.newbyteorder('='))",
+                 role, descr);
+}
+
+/* As check_dtype. */
+static inline int
+check_dtype_inline(const char *role, PyArray_Descr *descr, int native)
 {
     if (PyDataType_REFCHK(descr)) {
-        PyErr_Format(PyExc_TypeError,
-                     "%s: dtype %R holds Python objects: its bytes are pointers", role,
-                     descr);
+        raise_holds_objects(role, descr);
         return -1;
     }
     int good = native ? is_native(descr) : 1;
     if (good == 0) {
-        PyErr_Format(
-            PyExc_TypeError,
-            "%s: dtype %R is not in this machine's byte order; convert it with "
-            "astype(dtype.newbyteorder('='))",
-            role, descr);
+        raise_not_native(role, descr);
     }
     return good > 0 ? 0 : -1;
 }
 
+int
+check_dtype(const char *role, PyArray_Descr *descr, int native)
+{
+    return check_dtype_inline(role, descr, native);
+}
+
 /* Set "not C-contiguous", with shape and strides. */
-static void
+COLD static void
 raise_not_contiguous(const char *role, PyObject *object)
 {
     PyObject *shape = PyObject_GetAttrString(object, "shape");
@@ -58,7 +81,18 @@ raise_not_contiguous(const char *role, PyObject *object)
 
 /* ---- Host ---- */
 
-static int
+/* PyArray_NBYTES without its calls into NumPy. */
+static inline size_t
+array_nbytes(PyArrayObject *array)
+{
+    size_t nbytes = (size_t)PyArray_ITEMSIZE(array);
+    for (int i = 0; i < PyArray_NDIM(array); i++) {
+        nbytes *= (size_t)PyArray_DIM(array, i);
+    }
+    return nbytes;
+}
+
+static inline int
 host_end_of_array(ModuleState *state, const char *role, PyArrayObject *array,
                   int writable, HostEnd *end)
 {
@@ -66,7 +100,7 @@ host_end_of_array(ModuleState *state, const char *role, PyArrayObject *array,
         raise_not_contiguous(role, (PyObject *)array);
         return -1;
     }
-    if (check_dtype(role, PyArray_DESCR(array), 1) < 0) {
+    if (check_dtype_inline(role, PyArray_DESCR(array), 1) < 0) {
         return -1;
     }
     if (writable && !PyArray_ISWRITEABLE(array)) {
@@ -74,7 +108,7 @@ host_end_of_array(ModuleState *state, const char *role, PyArrayObject *array,
         return -1;
     }
     end->ptr = PyArray_DATA(array);
-    end->nbytes = (size_t)PyArray_NBYTES(array);
+    end->nbytes = array_nbytes(array);
     PyObject *owner =
         pagelocked_owner(state, array, end->ptr, (const char *)end->ptr + end->nbytes);
     end->is_locked = owner != NULL;
@@ -106,7 +140,7 @@ scan_format(const char *format, int *has_objects, int *is_swapped)
     }
 }
 
-static int
+static __attribute__((noinline)) int
 host_end_of_buffer(const char *role, PyObject *object, int writable, HostEnd *end)
 {
     PyObject *view = PyMemoryView_FromObject(object); /* keeps the buffer where it is */
@@ -153,16 +187,10 @@ int
 host_end_resolve(ModuleState *state, const char *role, PyObject *object, int writable,
                  HostEnd *end)
 {
-    if (PyArray_Check(object)) {
+    if (LIKELY(PyArray_Check(object))) {
         return host_end_of_array(state, role, (PyArrayObject *)object, writable, end);
     }
     return host_end_of_buffer(role, object, writable, end);
-}
-
-void
-host_end_release(HostEnd *end)
-{
-    Py_CLEAR(end->hold);
 }
 
 /* ---- Device ---- */
@@ -311,24 +339,11 @@ device_end_of_array(const char *role, const ArrayObject *array, DeviceEnd *end)
     return 0;
 }
 
+/* All but DeviceMemory. */
 int
-device_end_resolve(ModuleState *state, const char *role, PyObject *object, int writable,
-                   DeviceEnd *end)
+device_end_resolve_slowly(ModuleState *state, const char *role, PyObject *object,
+                          int writable, DeviceEnd *end)
 {
-    if (Py_IS_TYPE(object, state->DeviceMemory_type)) {
-        DeviceMemoryObject *memory = (DeviceMemoryObject *)object;
-        if (!guard_enter(&memory->guard)) {
-            raise_closed("DeviceMemory");
-            return -1;
-        }
-        end->ptr = memory->ptr;
-        end->nbytes = memory->nbytes;
-        end->size_is_known = 1;
-        end->hold = Py_NewRef(object);
-        end->memory = memory;
-        end->context = memory->context;
-        return 0;
-    }
     end->hold = Py_NewRef(object);
     if (Py_IS_TYPE(object, state->DeviceArray_type)) {
         return device_end_of_array(role, (ArrayObject *)object, end);
@@ -348,23 +363,10 @@ device_end_resolve(ModuleState *state, const char *role, PyObject *object, int w
     return device_end_of_address(role, object, end);
 }
 
-void
-device_end_release(DeviceEnd *end)
-{
-    if (end->memory != NULL) {
-        device_memory_leave(end->memory);
-        end->memory = NULL;
-    }
-    Py_CLEAR(end->hold);
-}
-
 int
-device_end_measure(ModuleState *state, const char *role, DeviceEnd *end,
-                   ContextObject *context)
+device_end_ask_size(ModuleState *state, const char *role, DeviceEnd *end,
+                    ContextObject *context)
 {
-    if (end->size_is_known) {
-        return 0;
-    }
     CUdeviceptr base = 0;
     size_t size = 0;
     CUresult status;
@@ -385,8 +387,8 @@ device_end_measure(ModuleState *state, const char *role, DeviceEnd *end,
 /* ---- Both ---- */
 
 ContextObject *
-common_context(ModuleState *state, ContextObject *first, ContextObject *second,
-               const StreamRef *stream)
+common_context_slowly(ModuleState *state, ContextObject *first, ContextObject *second,
+                      const StreamRef *stream)
 {
     ContextObject *known[] = {first, second, stream == NULL ? NULL : stream->context};
     ContextObject *common = NULL;
@@ -413,13 +415,9 @@ common_context(ModuleState *state, ContextObject *first, ContextObject *second,
     return (ContextObject *)Py_NewRef((PyObject *)common);
 }
 
-int
-check_fits(const char *role, size_t nbytes, size_t needed)
+void
+raise_does_not_fit(const char *role, size_t nbytes, size_t needed)
 {
-    if (needed > nbytes) {
-        PyErr_Format(PyExc_ValueError, "%s has %zu bytes, the copy needs %zu", role,
-                     nbytes, needed);
-        return -1;
-    }
-    return 0;
+    PyErr_Format(PyExc_ValueError, "%s has %zu bytes, the copy needs %zu", role, nbytes,
+                 needed);
 }

@@ -58,16 +58,23 @@ event_enter(ModuleState *state, EventObject *self)
     return 0;
 }
 
+/* For the last one to leave a closed event. */
+COLD static void
+event_destroy_late(EventObject *self)
+{
+    SavedError saved;
+    const char *call;
+    save_error(&saved);
+    CUresult status = event_destroy(self, &call);
+    report_unraisable(self, call, status);
+    restore_error(&saved);
+}
+
 static inline void
 event_leave(EventObject *self)
 {
     if (guard_leave(&self->guard)) {
-        SavedError saved;
-        const char *call;
-        save_error(&saved);
-        CUresult status = event_destroy(self, &call);
-        report_unraisable(self, call, status);
-        restore_error(&saved);
+        event_destroy_late(self);
     }
 }
 

@@ -129,8 +129,8 @@ ledger_poll(Ledger *ledger, ContextObject *context)
 }
 
 int
-ledger_reserve(ModuleState *state, Ledger *ledger, ContextObject *context,
-               size_t nbytes, Ticket *ticket)
+ledger_reserve_slowly(ModuleState *state, Ledger *ledger, ContextObject *context,
+                      size_t nbytes, Ticket *ticket)
 {
     CUresult status;
     Scope scope;
@@ -139,8 +139,7 @@ ledger_reserve(ModuleState *state, Ledger *ledger, ContextObject *context,
     if (make_room(ledger) < 0) {
         goto error;
     }
-    if (nbytes < LEDGER_SMALL && !ledger->is_foreign &&
-        ledger->tail - ledger->fenced < LEDGER_BATCH - 1) {
+    if (ledger_shares_fence(ledger, nbytes)) {
         return 0;
     }
     ledger_poll(ledger, context);
@@ -172,18 +171,8 @@ error:
 }
 
 void
-ledger_commit(Ledger *ledger, ContextObject *context, Ticket *ticket, PyObject *first,
-              PyObject *second)
+ledger_fence(Ledger *ledger, ContextObject *context, Ticket *ticket)
 {
-    Held *place = &ledger->held[ledger->tail & (ledger->capacity - 1)];
-    place->ends[0] = first;
-    place->ends[1] = second;
-    ledger->tail++;
-    ledger->users--;
-    live.in_flight++;
-    if (ticket->event == NULL) {
-        return;
-    }
     CUresult status = CUDA_ERROR_UNKNOWN;
     Scope scope;
     if (ledger->fence_tail - ledger->fence_head < LEDGER_FENCES) {

@@ -9,11 +9,11 @@
 static _Alignas(64) char no_bytes[64];
 
 PyObject *
-pagelocked_owner(ModuleState *state, PyArrayObject *array, const char *first,
-                 const char *end)
+pagelocked_owner_slowly(ModuleState *state, PyArrayObject *array, const char *first,
+                        const char *end)
 {
     PyObject *base = PyArray_BASE(array);
-    const char *start;
+    const void *ptr;
     size_t nbytes;
     while (base != NULL && !Py_IS_TYPE(base, state->PageLockedMemory_type) &&
            PyArray_Check(base)) {
@@ -23,22 +23,20 @@ pagelocked_owner(ModuleState *state, PyArrayObject *array, const char *first,
         return NULL;
     }
     if (Py_IS_TYPE(base, state->PageLockedMemory_type)) {
-        start = ((PageLockedMemoryObject *)base)->ptr;
+        ptr = ((PageLockedMemoryObject *)base)->ptr;
         nbytes = ((PageLockedMemoryObject *)base)->nbytes;
     }
     else if (Py_IS_TYPE(base, state->RegisteredMemory_type) &&
              (((RegisteredMemoryObject *)base)->is_registered ||
               ((RegisteredMemoryObject *)base)->nbytes == 0)) {
-        start = ((RegisteredMemoryObject *)base)->ptr;
+        ptr = ((RegisteredMemoryObject *)base)->ptr;
         nbytes = ((RegisteredMemoryObject *)base)->nbytes;
     }
     else {
         return NULL;
     }
-    if (first != end && (first < start || end > start + nbytes)) {
-        return NULL; /* as_strided went outside */
-    }
-    return base;
+    /* as_strided may go outside. */
+    return pagelocked_has(ptr, nbytes, first, end) ? base : NULL;
 }
 
 /* One byte. A pointer that CUDA has never seen is an INVALID_VALUE. */

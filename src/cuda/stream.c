@@ -51,30 +51,16 @@ stream_destroy(StreamObject *self, const char **call)
     return status;
 }
 
-int
-stream_enter(ModuleState *state, StreamObject *self)
-{
-    if (driver_ready(state) < 0) {
-        return -1;
-    }
-    if (!guard_enter(&self->guard)) {
-        raise_closed("Stream");
-        return -1;
-    }
-    return 0;
-}
-
+/* For the last one to leave a closed stream. */
 void
-stream_leave(StreamObject *self)
+stream_destroy_late(StreamObject *self)
 {
-    if (guard_leave(&self->guard)) {
-        SavedError saved;
-        const char *call;
-        save_error(&saved);
-        CUresult status = stream_destroy(self, &call);
-        report_unraisable(self, call, status);
-        restore_error(&saved);
-    }
+    SavedError saved;
+    const char *call;
+    save_error(&saved);
+    CUresult status = stream_destroy(self, &call);
+    report_unraisable(self, call, status);
+    restore_error(&saved);
 }
 
 /* ---- The `stream` argument ---- */
@@ -143,20 +129,11 @@ resolve_protocol(ModuleState *state, PyObject *object, StreamRef *ref)
     return result;
 }
 
+/* All but a Stream. */
 int
-stream_resolve(ModuleState *state, PyObject *object, StreamRef *ref)
+stream_resolve_slowly(ModuleState *state, PyObject *object, StreamRef *ref)
 {
     if (object == NULL || object == Py_None) {
-        return 0;
-    }
-    if (Py_IS_TYPE(object, state->Stream_type)) {
-        StreamObject *stream = (StreamObject *)object;
-        if (stream_enter(state, stream) < 0) {
-            return -1;
-        }
-        ref->object = stream;
-        ref->handle = stream->handle;
-        ref->context = (ContextObject *)Py_NewRef((PyObject *)stream->context);
         return 0;
     }
     if (PyLong_Check(object)) {
@@ -167,16 +144,6 @@ stream_resolve(ModuleState *state, PyObject *object, StreamRef *ref)
         return resolve_handle(state, value, ref);
     }
     return resolve_protocol(state, object, ref);
-}
-
-void
-stream_release(StreamRef *ref)
-{
-    if (ref->object != NULL) {
-        stream_leave(ref->object);
-        ref->object = NULL;
-    }
-    Py_CLEAR(ref->context);
 }
 
 /* ---- Making ---- */
