@@ -21,7 +21,7 @@ PyObject *
 copy_held_end(const DeviceEnd *end, const StreamRef *stream)
 {
     int is_ordered = end->stream != NULL && end->stream == stream->object;
-    return Py_NewRef(is_ordered ? Py_None : end->hold);
+    return Py_NewRef(LIKELY(!is_ordered) ? end->hold : Py_None);
 }
 
 int
@@ -197,7 +197,7 @@ copy_host(PyObject *module, const HostCopy *copy, PyObject *const *args,
     }
     CUresult status;
     Scope scope;
-    if (LIKELY(ledger != NULL && copy_is_brief(ledger, host.nbytes))) {
+    if (LIKELY(ledger != NULL) && LIKELY(copy_is_brief(ledger, host.nbytes))) {
         status = issue_host_copy(copy, &scope, context, &device, &host, stream.handle);
     }
     else {
@@ -205,7 +205,7 @@ copy_host(PyObject *module, const HostCopy *copy, PyObject *const *args,
         status = issue_host_copy(copy, &scope, context, &device, &host, stream.handle);
         Py_END_ALLOW_THREADS
     }
-    if (status != CUDA_SUCCESS) {
+    if (!LIKELY(status == CUDA_SUCCESS)) {
         if (ledger != NULL) {
             ledger_cancel(ledger, &ticket);
         }

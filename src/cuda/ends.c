@@ -32,6 +32,12 @@ raise_holds_objects(const char *role, PyArray_Descr *descr)
 }
 
 COLD static void
+raise_read_only(const char *role)
+{
+    PyErr_Format(PyExc_ValueError, "%s is read-only", role);
+}
+
+COLD static void
 raise_not_native(const char *role, PyArray_Descr *descr)
 {
     PyErr_Format(PyExc_TypeError,
@@ -104,7 +110,7 @@ host_end_of_array(ModuleState *state, const char *role, PyArrayObject *array,
         return -1;
     }
     if (writable && !PyArray_ISWRITEABLE(array)) {
-        PyErr_Format(PyExc_ValueError, "%s is read-only", role);
+        raise_read_only(role);
         return -1;
     }
     end->ptr = PyArray_DATA(array);
@@ -171,7 +177,7 @@ host_end_of_buffer(const char *role, PyObject *object, int writable, HostEnd *en
                      buffer->format);
     }
     else if (writable && buffer->readonly) {
-        PyErr_Format(PyExc_ValueError, "%s is read-only", role);
+        raise_read_only(role);
     }
     else {
         end->ptr = buffer->buf;
@@ -187,7 +193,7 @@ int
 host_end_resolve(ModuleState *state, const char *role, PyObject *object, int writable,
                  HostEnd *end)
 {
-    if (LIKELY(PyArray_Check(object))) {
+    if (LIKELY(PyArray_CheckExact(object)) || PyArray_Check(object)) {
         return host_end_of_array(state, role, (PyArrayObject *)object, writable, end);
     }
     return host_end_of_buffer(role, object, writable, end);
@@ -288,7 +294,7 @@ device_end_of_interface(const char *role, PyObject *interface, int writable,
         return -1;
     }
     if (writable && read_only) {
-        PyErr_Format(PyExc_ValueError, "%s is read-only", role);
+        raise_read_only(role);
         return -1;
     }
     end->ptr = (CUdeviceptr)address;

@@ -12,6 +12,7 @@ event_new(ModuleState *state, ContextObject *context, unsigned int flags)
     }
     CUresult status;
     Scope scope;
+    self->state = state;
     self->context = (ContextObject *)Py_NewRef((PyObject *)context);
     self->timing = (flags & CU_EVENT_DISABLE_TIMING) == 0;
     IN_CONTEXT(scope, context->handle, status,
@@ -45,21 +46,8 @@ event_destroy(EventObject *self, const char **call)
     return status;
 }
 
-static inline int
-event_enter(ModuleState *state, EventObject *self)
-{
-    if (driver_ready(state) < 0) {
-        return -1;
-    }
-    if (!guard_enter(&self->guard)) {
-        raise_closed("Event");
-        return -1;
-    }
-    return 0;
-}
-
 /* For the last one to leave a closed event. */
-COLD static void
+void
 event_destroy_late(EventObject *self)
 {
     SavedError saved;
@@ -68,77 +56,6 @@ event_destroy_late(EventObject *self)
     CUresult status = event_destroy(self, &call);
     report_unraisable(self, call, status);
     restore_error(&saved);
-}
-
-static inline void
-event_leave(EventObject *self)
-{
-    if (guard_leave(&self->guard)) {
-        event_destroy_late(self);
-    }
-}
-
-/* As event_enter, for what makes sense on a recorded event only. */
-static int
-event_enter_recorded(ModuleState *state, EventObject *self)
-{
-    if (event_enter(state, self) < 0) {
-        return -1;
-    }
-    if (!self->recorded) {
-        PyErr_SetString(PyExc_ValueError, "Event was never recorded");
-        event_leave(self);
-        return -1;
-    }
-    return 0;
-}
-
-int
-event_record(ModuleState *state, EventObject *self, CUstream stream,
-             ContextObject *stream_context)
-{
-    CUresult status;
-    Scope scope;
-    if (event_enter(state, self) < 0) {
-        return -1;
-    }
-    if (stream_context->handle != self->context->handle) {
-        PyErr_Format(PyExc_ValueError, "the event is of %R, the stream of %R",
-                     self->context, stream_context);
-        event_leave(self);
-        return -1;
-    }
-    BY_HANDLE(scope, self->context->handle, stream, status,
-              driver.EventRecord(self->handle, stream));
-    if (status == CUDA_SUCCESS) {
-        self->recorded = 1;
-    }
-    event_leave(self);
-    if (status != CUDA_SUCCESS) {
-        raise_cuda(state, scope_call(&scope, "cuEventRecord"), status, NULL);
-        return -1;
-    }
-    return 0;
-}
-
-int
-event_wait_on(ModuleState *state, EventObject *self, CUstream stream,
-              ContextObject *stream_context)
-{
-    CUresult status;
-    Scope scope;
-    if (event_enter_recorded(state, self) < 0) {
-        return -1;
-    }
-    /* The event may be of another context: the driver orders the two. */
-    BY_HANDLE(scope, stream_context->handle, stream, status,
-              driver.StreamWaitEvent(stream, self->handle, CU_EVENT_WAIT_DEFAULT));
-    event_leave(self);
-    if (status != CUDA_SUCCESS) {
-        raise_cuda(state, scope_call(&scope, "cuStreamWaitEvent"), status, NULL);
-        return -1;
-    }
-    return 0;
 }
 
 static PyObject *
@@ -169,7 +86,7 @@ Event_record(PyObject *op, PyObject *const *args, Py_ssize_t nargs, PyObject *kw
     static const char *const names[] = {"stream", NULL};
     static const Signature signature = {"record", names, 0, 1};
     EventObject *self = (EventObject *)op;
-    ModuleState *state = state_of(self);
+    ModuleState *state = self->state;
     PyObject *object = NULL;
     StreamRef stream = {0};
     int result = -1;
@@ -189,7 +106,7 @@ static PyObject *
 Event_query(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     EventObject *self = (EventObject *)op;
-    ModuleState *state = state_of(self);
+    ModuleState *state = self->state;
     CUresult status;
     Scope scope;
     if (event_enter_recorded(state, self) < 0) {
@@ -210,7 +127,7 @@ static PyObject *
 Event_synchronize(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     EventObject *self = (EventObject *)op;
-    ModuleState *state = state_of(self);
+    ModuleState *state = self->state;
     CUresult status;
     Scope scope;
     if (event_enter_recorded(state, self) < 0) {
@@ -233,7 +150,7 @@ Event_elapsed_time(PyObject *op, PyObject *end_object)
 {
     EventObject *self = (EventObject *)op;
     EventObject *end = (EventObject *)end_object;
-    ModuleState *state = state_of(self);
+    ModuleState *state = self->state;
     float milliseconds = 0;
     CUresult status;
     Scope scope;
@@ -274,7 +191,7 @@ static PyObject *
 Event_close(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     EventObject *self = (EventObject *)op;
-    ModuleState *state = state_of(self);
+    ModuleState *state = self->state;
     const char *call;
     if (guard_is_closed(&self->guard)) {
         Py_RETURN_NONE;

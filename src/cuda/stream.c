@@ -15,6 +15,7 @@ stream_new(ModuleState *state, CUstream handle, int is_ours, ContextObject *cont
     if (self == NULL) {
         return NULL;
     }
+    self->state = state;
     self->handle = handle;
     self->is_ours = is_ours;
     self->context = (ContextObject *)Py_NewRef((PyObject *)context);
@@ -248,7 +249,7 @@ static PyObject *
 Stream_query(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     StreamObject *self = (StreamObject *)op;
-    ModuleState *state = state_of(self);
+    ModuleState *state = self->state;
     CUresult status;
     Scope scope;
     if (stream_enter(state, self) < 0) {
@@ -279,7 +280,7 @@ static PyObject *
 Stream_synchronize(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     StreamObject *self = (StreamObject *)op;
-    ModuleState *state = state_of(self);
+    ModuleState *state = self->state;
     CUresult status;
     Scope scope;
     if (stream_enter(state, self) < 0) {
@@ -308,8 +309,8 @@ static PyObject *
 Stream_wait_event(PyObject *op, PyObject *event)
 {
     StreamObject *self = (StreamObject *)op;
-    ModuleState *state = state_of(self);
-    if (!Py_IS_TYPE(event, state->Event_type)) {
+    ModuleState *state = self->state;
+    if (!LIKELY(Py_IS_TYPE(event, state->Event_type))) {
         return PyErr_Format(PyExc_TypeError, "event must be an Event, not %s",
                             Py_TYPE(event)->tp_name);
     }
@@ -331,7 +332,7 @@ Stream_record(PyObject *op, PyObject *const *args, Py_ssize_t nargs, PyObject *k
     static const char *const names[] = {"event", NULL};
     static const Signature signature = {"record", names, 0, 1};
     StreamObject *self = (StreamObject *)op;
-    ModuleState *state = state_of(self);
+    ModuleState *state = self->state;
     PyObject *event = NULL;
     if (unpack(&signature, args, nargs, kwnames, &event) < 0) {
         return NULL;
@@ -362,7 +363,7 @@ static PyObject *
 Stream_close(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     StreamObject *self = (StreamObject *)op;
-    ModuleState *state = state_of(self);
+    ModuleState *state = self->state;
     const char *call;
     if (guard_is_closed(&self->guard)) {
         Py_RETURN_NONE;
@@ -430,7 +431,7 @@ static PyObject *
 Stream_get_priority(PyObject *op, void *Py_UNUSED(closure))
 {
     StreamObject *self = (StreamObject *)op;
-    ModuleState *state = state_of(self);
+    ModuleState *state = self->state;
     int priority = 0;
     CUresult status;
     Scope scope;
