@@ -36,6 +36,9 @@ LEAST_PLACE_BYTES = 64 << 10
 # each other) is more than the time on the link that it hides.
 MOST_PUT_BYTES = 1 << 20
 
+# Up to here the driver writes an array to the device by itself, with the commands.
+MOST_SET_BYTES = 64 << 10
+
 # No wider than float32, and all numbers of them exact or rounded once.
 _NARROW = frozenset(map(np.dtype, ("?", "i1", "u1", "i2", "u2", "i4", "u4", "f2")))
 
@@ -88,6 +91,7 @@ class CudaAccess:
         address: returns the device address of an array of that class.
         wrap: ``wrap(owner, offset, shape)`` returns an array of that class at the
             address ``int(owner) + offset`` and keeps ``owner`` alive.
+        set_from_numpy: the handler's own, which casts and copies.
         running: makes a context manager that is open during each pass.
         unpacks: dtypes that the handler casts to its own on the device.
         unpack: ``unpack(array, address, place)`` queues on the compute stream how an
@@ -107,6 +111,7 @@ class CudaAccess:
         array_type: type,
         address: Callable[[Any], int],
         wrap: Callable[[Any, int, tuple[int, ...]], Any],
+        set_from_numpy: Callable[[Any, np.ndarray], None],
         running: Callable[[], AbstractContextManager[Any]] = nullcontext,
         unpacks: frozenset[np.dtype] = frozenset(),
         unpack: Callable[[Any, int, Place], None] | None = None,
@@ -122,6 +127,7 @@ class CudaAccess:
         self.wrap = wrap
         self._array_type = array_type
         self._address = address
+        self._set_from_numpy = set_from_numpy
         self.running = running
 
     def new_slot(
@@ -138,6 +144,8 @@ class CudaAccess:
         sizes = [math.prod(front.shape) * self.dtype.itemsize for front in fronts]
         if sum(sizes) > MOST_PUT_BYTES or not all(map(is_contiguous, fronts)):
             return False
+        if max(sizes) <= MOST_SET_BYTES:
+            return True
         try:
             self.reserve_staging(sizes)
         except MemoryError:
@@ -146,6 +154,9 @@ class CudaAccess:
 
     def put(self, front: Any, array: np.ndarray) -> None:
         """Gather and cast ``array``, and queue its copy to the network's ``front``."""
+        if array.size * self.dtype.itemsize <= MOST_SET_BYTES:
+            self._set_from_numpy(front, array)
+            return
         # Of an array of ours it is known how large it is.
         is_ours = isinstance(front, _cuda.DeviceArray)
         dest = front if is_ours else self._address(front)
@@ -276,6 +287,7 @@ def pycuda_access(handler: Any) -> CudaAccess:
         GPUArray,
         lambda array: int(array.ptr),
         wrap,
+        handler.set_from_numpy,
         pooled_temporaries,
     )
 
@@ -299,6 +311,7 @@ def cuda_access(handler: Any) -> CudaAccess:
         handler.array_type,
         lambda array: array.ptr,
         wrap,
+        handler.set_from_numpy,
         unpacks=_NARROW,
         unpack=unpack,
     )

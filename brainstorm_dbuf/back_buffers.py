@@ -214,10 +214,10 @@ class DeviceSlot:
             CudaMemoryError: page-locked or device memory ran short.
         """
         self.reserve_seconds = 0.0
-        if kind is None or kind is not self._kind:
+        self.source_in_use = False
+        if kind is None or kind is not self._kind or not self._lie_as_before(arrays):
             arrays = self._plan(arrays)
-            # What is staged does not depend on where it comes from.
-            self._kind = None if self._direct else kind
+            self._kind = kind
         stream = self._access.copy_stream
         if self._consumed.recorded:
             stream.wait_event(self._consumed)
@@ -238,7 +238,6 @@ class DeviceSlot:
     ) -> dict[str, np.ndarray]:
         """Decide where each input goes and how; return where they come from."""
         self._kind = None
-        self.source_in_use = False
         sources, staged, direct = {}, [], []
         for name, array in arrays.items():
             place, source = self._place(name, array)
@@ -258,6 +257,12 @@ class DeviceSlot:
         self._reserve(end, [place.nbytes for place in staged])
         self._staged, self._direct = staged, direct
         return sources
+
+    def _lie_as_before(self, arrays: Mapping[str, np.ndarray]) -> bool:
+        """Say whether what was copied from where it lies can be so again."""
+        return all(
+            self._lies_ready(arrays[place.name], place) for place in self._direct
+        )
 
     def hand_over(self, fronts: Mapping[str, Any]) -> None:
         """Queue the copy of the inputs named in ``fronts`` into those arrays.
@@ -353,6 +358,8 @@ class DeviceSlot:
         return True
 
     def _lock(self, region: Region) -> bool:
+        if region.locked_bytes:
+            return True
         started = time.perf_counter()
         locked = self._held.lock(region)
         self.reserve_seconds += time.perf_counter() - started

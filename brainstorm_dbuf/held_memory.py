@@ -182,7 +182,7 @@ class HeldMemory:
         """Return the region that an array lies in, its memory page-locked if possible."""
         if not self._regions:
             return None
-        low, high = extent(array)
+        low, high = _cuda.extent(array)
         region = self._find(low)
         return region if region is not None and high <= region.high else None
 
@@ -216,19 +216,6 @@ class HeldMemory:
             region.unlock()
 
 
-def extent(array: np.ndarray) -> tuple[int, int]:
-    """Return the addresses of the first byte of an array and of that behind its last."""
-    low = high = array.__array_interface__["data"][0]
-    if array.size == 0:
-        return low, high
-    for size, stride in zip(array.shape, array.strides):
-        if stride < 0:
-            low += (size - 1) * stride
-        else:
-            high += (size - 1) * stride
-    return low, high + array.itemsize
-
-
 @functools.cache
 def memory_size() -> int:
     """Return how many bytes of memory this process may use, at most."""
@@ -259,7 +246,7 @@ def _regions_of(arrays: list[np.ndarray], lies_still: bool) -> Iterator[Region]:
             root = root.base
         roots.setdefault(id(root), (root, []))[1].append(array)
     spans = sorted(
-        ((*extent(root), root, held) for root, held in roots.values()),
+        ((*_cuda.extent(root), root, held) for root, held in roots.values()),
         key=_low_and_high,
     )
     region: Region | None = None

@@ -94,6 +94,7 @@ def device_access(handler):
         DeviceArray,
         lambda array: array.__array_interface__["data"][0],
         over_memory,
+        handler.set_from_numpy,
     )
 
 

@@ -68,6 +68,7 @@ def access(driver):
         Front,
         lambda front: front.ptr,
         Lent,
+        lambda front, array: None,
     )
     yield made
     made.close()

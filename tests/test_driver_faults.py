@@ -313,7 +313,7 @@ PROLOGUE = """
     @access.access_for.register(GpuHandler)
     def gpu_access(handler):
         context = _cuda.Context.current()
-        return access.CudaAccess(np.float32, context, None, None, None, None)
+        return access.CudaAccess(np.float32, context, *[None] * 5)
 
     def data():
         return minibatches("recurrent", np.random.default_rng(1))

@@ -20,7 +20,8 @@ from brainstorm.data_iterators import (
     Undivided,
 )
 from brainstorm_dbuf import access, held_memory
-from brainstorm_dbuf.held_memory import HeldMemory, extent
+from brainstorm_dbuf._cuda import extent
+from brainstorm_dbuf.held_memory import HeldMemory
 from brainstorm_dbuf.iterators import held_arrays, source_of
 from coded import FEATURES, From, Hook, Job, coded_net, codes, stop_at
 from conftest import HANDLERS, skip_without

@@ -18,8 +18,8 @@ from parity import (
 )
 
 # How minibatches come to the device, and of which dtypes they are: gathered and cast,
-# the same in pieces through a short ring, straight into the network, from where they lie,
-# and as narrow as they are.
+# the same in pieces through a short ring, straight into the network, by the handler or
+# through the ring, from where they lie, and as narrow as they are.
 THROUGH_SLOTS = {"MOST_PUT_BYTES": 0}
 IN_PIECES = {
     **THROUGH_SLOTS,
@@ -31,7 +31,8 @@ IN_PLACE = {**THROUGH_SLOTS, "DIRECT_COPY_MIN_BYTES": 0, "ROW_MIN_BYTES": 0}
 PATHS = {
     "staged": (None, THROUGH_SLOTS),
     "in pieces": (None, IN_PIECES),
-    "put": (None, {}),
+    "set": (None, {}),
+    "put": (None, {"MOST_SET_BYTES": 0}),
     "in place": ("float32", IN_PLACE),
     "narrow": ("narrow", IN_PIECES),
     "narrow, in place": ("narrow", IN_PLACE),

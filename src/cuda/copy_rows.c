@@ -136,6 +136,19 @@ row_bytes(PyObject *Py_UNUSED(module), PyObject *object)
                                                                         : 0);
 }
 
+static PyObject *
+extent(PyObject *Py_UNUSED(module), PyObject *object)
+{
+    char *first, *end;
+    if (!PyArray_Check(object)) {
+        return PyErr_Format(PyExc_TypeError, "extent takes a numpy array, not %s",
+                            Py_TYPE(object)->tp_name);
+    }
+    array_bounds((PyArrayObject *)object, &first, &end);
+    return Py_BuildValue("KK", (unsigned long long)(uintptr_t)first,
+                         (unsigned long long)(uintptr_t)end);
+}
+
 PyMethodDef copy_rows_functions[] = {
     {"memcpy_htod_rows_async", FASTCALL(memcpy_htod_rows_async),
      PyDoc_STR(
@@ -156,5 +169,11 @@ PyMethodDef copy_rows_functions[] = {
                "copy.\n\n"
                "All of them for a C-contiguous array, 0 for one that it would "
                "refuse.")},
+    {"extent", extent, METH_O,
+     PyDoc_STR(
+         "extent($module, array, /)\n--\n\n"
+         "Return the addresses of the first byte of an array and of that behind "
+         "its last,\nwhatever its strides. They are the same for an array without "
+         "elements.")},
     {NULL, NULL, 0, NULL},
 };

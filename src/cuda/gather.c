@@ -21,7 +21,8 @@ enum {
     STREAM_RUN_BYTES = 16 * 1024, /* of dest; a scattered src is better left to the
                                      caches, which overlap its reads with the stores */
     BUFFER_BYTES = 4 * 1024,
-    MOST_BY_DEFAULT = 16, /* threads; memory is not quicker with more */
+    AHEAD_BYTES = 2 * 1024, /* of src: what is asked for before it is needed */
+    MOST_BY_DEFAULT = 16,   /* threads; memory is not quicker with more */
 };
 
 /* A place in src, on the way through it in the order of dest. */
@@ -41,6 +42,29 @@ walk_start(Walk *walk, const Gather *gather, size_t at)
     }
 }
 
+/* Cast elements that lie `stride` apart. Where they lie side by side the processor
+ * reads ahead by itself, but only to the end of each page of 4 KiB: a fifth of the time
+ * of a cast from float64 was spent there. */
+static void
+cast_run(StageCast cast, size_t itemsize, char *dest, const char *src, ptrdiff_t stride,
+         size_t count)
+{
+    if (stride > 0 && stride <= (ptrdiff_t)sizeof(double)) {
+        const size_t some = AHEAD_BYTES / (size_t)stride;
+        const size_t nbytes = some * (size_t)stride;
+        while (count >= 2 * some) {
+            for (size_t i = 0; i < nbytes; i += 64) {
+                __builtin_prefetch(src + nbytes + i);
+            }
+            cast(dest, src, stride, some);
+            dest += some * itemsize;
+            src += nbytes;
+            count -= some;
+        }
+    }
+    cast(dest, src, stride, count);
+}
+
 /* Cast the next `count` elements to `dest`. */
 static void
 walk_on(Walk *walk, const Gather *gather, char *dest, size_t count)
@@ -50,7 +74,7 @@ walk_on(Walk *walk, const Gather *gather, char *dest, size_t count)
     while (count > 0) {
         size_t run = gather->axes.shape[last] - walk->index[last];
         run = run < count ? run : count;
-        gather->cast(dest, walk->src, stride, run);
+        cast_run(gather->cast, gather->itemsize, dest, walk->src, stride, run);
         dest += run * gather->itemsize;
         count -= run;
         walk->index[last] += run;

@@ -12,7 +12,12 @@
 
 #include <sched.h>
 
-enum { PLACES_MOST = 64, LINE_BYTES = 64 };
+enum {
+    PLACES_MOST = 64,
+    LINE_BYTES = 64,
+    LARGE_BYTES = 32 << 20, /* from here on, threads take shares twice as large: fewer
+                               of them write where another one has written before */
+};
 
 typedef struct {
     PyObject_HEAD
@@ -284,6 +289,10 @@ cut(Passage *passage, Piece *single)
 {
     Gather *gather = &passage->gather;
     passage->piece_size = passage->ring->place_bytes / gather->itemsize;
+    if (gather->size * gather->itemsize >= LARGE_BYTES &&
+        passage->piece_size % (2 * gather->share) == 0) {
+        gather->share *= 2;
+    }
     if (gather->share > passage->piece_size) {
         gather->share = passage->piece_size;
     }
