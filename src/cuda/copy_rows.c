@@ -170,10 +170,9 @@ PyMethodDef copy_rows_functions[] = {
                "All of them for a C-contiguous array, 0 for one that it would "
                "refuse.")},
     {"extent", extent, METH_O,
-     PyDoc_STR(
-         "extent($module, array, /)\n--\n\n"
-         "Return the addresses of the first byte of an array and of that behind "
-         "its last,\nwhatever its strides. They are the same for an array without "
-         "elements.")},
+     PyDoc_STR("extent($module, array, /)\n--\n\n"
+               "Return the addresses where an array's bytes begin and where they have "
+               "ended.\n\n"
+               "Whatever its strides; the same twice for an array without elements.")},
     {NULL, NULL, 0, NULL},
 };
