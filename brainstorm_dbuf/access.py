@@ -156,11 +156,18 @@ class CudaAccess:
         """Gather and cast ``array``, and queue its copy to the network's ``front``."""
         if array.size * self.dtype.itemsize <= MOST_SET_BYTES:
             self._set_from_numpy(front, array)
-            return
-        # Of an array of ours it is known how large it is.
-        is_ours = isinstance(front, _cuda.DeviceArray)
-        dest = front if is_ours else self._address(front)
-        self.staging.memcpy_htod_async(dest, array, self.dtype, self.compute_stream)
+        else:
+            self.staging.memcpy_htod_async(
+                self._end(front), array, self.dtype, self.compute_stream
+            )
+
+    def put_as_it_lies(self, front: Any, array: np.ndarray) -> None:
+        """Queue the copy of page-locked rows of the handler's dtype to ``front``."""
+        _cuda.memcpy_htod_rows_async(self._end(front), array, self.compute_stream)
+
+    def _end(self, front: Any) -> Any:
+        """Return an array as the binding takes it; of one of ours it knows the size."""
+        return front if isinstance(front, _cuda.DeviceArray) else self._address(front)
 
     def copy_to_front(self, front: Any, source: int, nbytes: int) -> None:
         """Queue a copy of ``nbytes`` at ``source`` into the network's array ``front``.

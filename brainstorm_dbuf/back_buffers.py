@@ -28,17 +28,11 @@ from typing import Any
 import numpy as np
 
 from . import _cuda
-from .held_memory import HeldMemory, Region
+from .held_memory import HeldMemory, Region, is_row_like
 from .one_hot import OneHotIndices
 
 # Every input starts on a boundary that suits vector loads and the copy engine.
 ALIGNMENT = 256
-
-# Asking the driver whether memory is page-locked costs about as much as copying this.
-DIRECT_COPY_MIN_BYTES = 64 * 1024
-
-# The copy engine takes some time for each row: shorter ones are better gathered.
-ROW_MIN_BYTES = 256
 
 
 class Place:
@@ -338,11 +332,7 @@ class DeviceSlot:
 
     def _lies_ready(self, array: np.ndarray, place: Place) -> bool:
         """Say whether an array can be copied from where it lies."""
-        if (
-            array.nbytes < DIRECT_COPY_MIN_BYTES
-            or array.dtype != place.dtype
-            or _cuda.row_bytes(array) < ROW_MIN_BYTES
-        ):
+        if array.dtype != place.dtype or not is_row_like(array):
             return False
         region = self._held and self._held.find(array)
         if region is None:

@@ -407,8 +407,10 @@ class Pass:
             self._ready.clear()
             # After the pass the data are their owner's again. (An interrupt waits for
             # no device.)
-            if self._last_direct is not None and not interrupted:
-                self._last_direct.wait_copied()
+            if not interrupted:
+                if self._last_direct is not None:
+                    self._last_direct.wait_copied()
+                self._feed.input_layer.wait_put()
             if inspect.isgenerator(self._source):
                 self._source.close()
         finally:

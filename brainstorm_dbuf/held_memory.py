@@ -30,6 +30,12 @@ DEFAULT_LIMIT = 0.5
 # page-locked.
 REGION_MIN_BYTES = 32 << 20
 
+# Asking the driver whether memory is page-locked costs about as much as copying this.
+DIRECT_COPY_MIN_BYTES = 64 * 1024
+
+# The copy engine takes some time for each row: shorter ones are better gathered.
+ROW_MIN_BYTES = 256
+
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 # All regions that are page-locked by any feed: they share what they lock.
@@ -186,6 +192,13 @@ class HeldMemory:
         region = self._find(low)
         return region if region is not None and high <= region.high else None
 
+    def lies_ready(self, array: np.ndarray) -> bool:
+        """Say whether an array that lies still can be copied from where it lies."""
+        if not self._regions or not is_row_like(array):
+            return False
+        region = self.find(array)
+        return region is not None and region.lies_still and self.lock(region)
+
     def lock(self, region: Region) -> bool:
         """Say whether a region is page-locked by now."""
         if region.locked_bytes:
@@ -214,6 +227,14 @@ class HeldMemory:
             self._copy_stream.synchronize()
         for region in regions:
             region.unlock()
+
+
+def is_row_like(array: np.ndarray) -> bool:
+    """Say whether the copy engine would take an array, and quicker than it is staged."""
+    return (
+        array.nbytes >= DIRECT_COPY_MIN_BYTES
+        and _cuda.row_bytes(array) >= ROW_MIN_BYTES
+    )
 
 
 @functools.cache

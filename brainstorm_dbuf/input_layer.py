@@ -76,6 +76,8 @@ class DoubleBufferedInput:
         self._fits: tuple[Kind, Any, bool] | None = None
         # What `puts` has found out; None: nothing, since the last kind was another one.
         self._puts: bool | None = False
+        # Whether `put` has queued copies from where the iterator's data lie.
+        self._reads_data = False
         self._lock = threading.Condition()
         # Guarded by the lock: the slots nobody has claimed, and how many there are.
         self._free: deque[HostSlot | DeviceSlot] = deque()
@@ -265,9 +267,28 @@ class DoubleBufferedInput:
             return False
         net.buffer = net._buffer_manager.resize(kind.time_size, kind.batch_size)
         fronts = net.buffer.Input.outputs
+        direct = False
         for name in kind.shapes:
-            self._access.put(fronts[name], data[name])
+            array = data[name]
+            if (
+                self._held is not None
+                and array.dtype == self._access.dtype
+                and self._held.lies_ready(array)
+            ):
+                self._access.put_as_it_lies(fronts[name], array)
+                direct = True
+            else:
+                self._access.put(fronts[name], array)
+        if direct:
+            self._reads_data = True
+            self._stats.direct += 1
         return True
+
+    def wait_put(self) -> None:
+        """Wait until the iterator's data are read no more by what :meth:`put` queued."""
+        if self._reads_data:
+            self._reads_data = False
+            self._access.compute_stream.synchronize()
 
     def lend(self, batch: Batch) -> dict[str, Any]:
         """Return the minibatch as a dict of the handler's own arrays."""

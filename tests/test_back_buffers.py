@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import brainstorm_dbuf as dbuf
 from brainstorm_dbuf import access as access_module
-from brainstorm_dbuf import back_buffers
+from brainstorm_dbuf import back_buffers, held_memory
 from brainstorm_dbuf.access import CudaAccess, HostAccess
 from binding_tools import foreign_view, pinned
 from conftest import live_objects
@@ -20,7 +20,7 @@ from slow_stream import slow  # noqa: F401
 pytestmark = pytest.mark.timeout(20)
 
 # At least as large as what is copied straight from page-locked memory.
-LARGE = back_buffers.DIRECT_COPY_MIN_BYTES // 4
+LARGE = held_memory.DIRECT_COPY_MIN_BYTES // 4
 
 
 class Front:

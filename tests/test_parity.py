@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import brainstorm as bs
-from brainstorm_dbuf import access, back_buffers, held_memory
+from brainstorm_dbuf import access, held_memory
 from networks import NETWORKS, minibatches
 from parity import (
     assert_same,
@@ -27,12 +27,14 @@ IN_PIECES = {
     "MOST_PLACE_BYTES": 64,
     "STAGING_PLACES": 3,
 }
-IN_PLACE = {**THROUGH_SLOTS, "DIRECT_COPY_MIN_BYTES": 0, "ROW_MIN_BYTES": 0}
+AS_IT_LIES = {"DIRECT_COPY_MIN_BYTES": 0, "ROW_MIN_BYTES": 0}
+IN_PLACE = {**THROUGH_SLOTS, **AS_IT_LIES}
 PATHS = {
     "staged": (None, THROUGH_SLOTS),
     "in pieces": (None, IN_PIECES),
     "set": (None, {}),
     "put": (None, {"MOST_SET_BYTES": 0}),
+    "put in place": ("float32", AS_IT_LIES),
     "in place": ("float32", IN_PLACE),
     "narrow": ("narrow", IN_PIECES),
     "narrow, in place": ("narrow", IN_PLACE),
@@ -54,7 +56,7 @@ def cast(request, kind, monkeypatch):
     if kind == "numpy" and thresholds:
         pytest.skip("nothing is copied to a device")
     for name, value in thresholds.items():
-        module = access if hasattr(access, name) else back_buffers
+        module = access if hasattr(access, name) else held_memory
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(held_memory, "REGION_MIN_BYTES", 0)
     return cast
