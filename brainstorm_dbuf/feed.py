@@ -6,7 +6,7 @@
 :class:`Feed` owns the back buffers for the whole of a training. :class:`Pass` is one
 pass over an iterator (an epoch): a worker thread runs one minibatch ahead of the one in
 the network, so it calls ``next`` for minibatch k + 1 once minibatch k has been handed
-over, while the network trains on k. (With ``depth`` back buffers it runs at most
+over, or is about to be since the trainer waits for it, while the network trains on k. (With ``depth`` back buffers it runs at most
 ``depth - 1`` ahead, with one buffer one.)
 
 A worker costs a hand-off between threads for each minibatch. Where preparing one takes
@@ -266,11 +266,14 @@ class Pass:
         self._pid = os.getpid()
         self._ended = False
         # Guarded by the condition: minibatches the worker may still fetch, those that
-        # are ready, and whether the pass is over.
+        # are ready, whether the pass is over, whether the trainer waits for one, and
+        # whether the permit for its hand-over has been given already.
         self._changed = threading.Condition()
         self._permits = 0
         self._ready: deque[Batch | _End] = deque()
         self._stopped = False
+        self._is_awaited = False
+        self._is_permitted = False
         # Set when the worker has let go of the iterator.
         self._left = threading.Event()
         self._context = feed.context
@@ -296,7 +299,9 @@ class Pass:
             return self._prepare_here()
         with self._changed:
             while not self._ready:
+                self._is_awaited = True
                 self._changed.wait()
+            self._is_awaited = False
             item = self._ready.popleft()
         if isinstance(item, Batch):
             self._feed.stats.batches += 1
@@ -315,7 +320,8 @@ class Pass:
         """The last minibatch is with the network: the next one may be fetched."""
         if self._worker is not None:
             with self._changed:
-                self._permits += 1
+                self._permits += not self._is_permitted
+                self._is_permitted = False
                 self._changed.notify_all()
         elif self._feed.pays:
             self._start_worker()
@@ -531,6 +537,12 @@ class Pass:
     def _publish(self, item: Batch | _End) -> None:
         with self._changed:
             self._ready.append(item)
+            if self._is_awaited and isinstance(item, Batch) and item.slot is not None:
+                # The trainer takes it now, so `next` need not wait until it has it: a
+                # tenth of a millisecond where the minibatches are the bound.
+                self._is_awaited = False
+                self._is_permitted = True
+                self._permits += 1
             self._changed.notify_all()
 
 

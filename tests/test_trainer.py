@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from brainstorm.data_iterators import (
     Undivided,
 )
 from brainstorm.describable import create_from_description, get_description
+from brainstorm_dbuf.input_layer import DoubleBufferedInput
 from coded import From, Hook, Job, batch, coded, codes, stop_at, the_value, workers
 from conftest import HANDLERS, KIND, SUBPROCESS_PATH
 from networks import NETWORKS
@@ -579,3 +581,34 @@ def test_the_iterator_is_called_once_an_epoch_with_the_handler(kind, driver, way
     job = Job(kind, driver, epochs=2)
     job.train(Calls(lambda: iter([batch(0), batch(1)])))
     assert handlers == [job.net.handler] * 2
+
+
+def test_the_worker_goes_on_once_the_trainer_has_what_it_waits_for(
+    kind, driver, monkeypatch
+):
+    """Not when that is in the network; and it goes no further until then."""
+    force_worker(monkeypatch)
+    fetching = [threading.Event() for _ in range(7)]
+    seen = []
+
+    def make_pass():
+        for k in range(6):
+            fetching[k].set()
+            time.sleep(0.05)  # the trainer waits
+            yield batch(k)
+        fetching[6].set()
+
+    own = DoubleBufferedInput.hand_over
+
+    def hand_over(self, minibatch, *arguments):
+        k = len(seen)
+        if k > 1:  # before, there was no worker, or nothing to wait for
+            seen.append((fetching[k + 1].wait(5), fetching[min(k + 2, 6)].is_set()))
+        else:
+            seen.append(None)
+        own(self, minibatch, *arguments)
+
+    monkeypatch.setattr(DoubleBufferedInput, "hand_over", hand_over)
+    job = Job(kind, driver).train(From(make_pass))
+    assert job.seen == codes(*range(6))
+    assert seen[2:5] == [(True, False)] * 3
