@@ -64,6 +64,7 @@ from .stats import FeedStats, FeedWarning
 if TYPE_CHECKING:
     from .access import access_for
     from .cuda_handler import CudaHandler
+    from .from_iterable import FromIterable
     from .prefetch import Prefetch
     from .trainer import DoubleBufferedTrainer, run_network
     from .trainer import DoubleBufferedTrainer as Trainer
@@ -73,6 +74,7 @@ __version__ = "0.1.0"
 _WITH_BRAINSTORM = {
     "CudaHandler": ("cuda_handler", "CudaHandler"),
     "DoubleBufferedTrainer": ("trainer", "DoubleBufferedTrainer"),
+    "FromIterable": ("from_iterable", "FromIterable"),
     "Prefetch": ("prefetch", "Prefetch"),
     "Trainer": ("trainer", "DoubleBufferedTrainer"),
     "access_for": ("access", "access_for"),
@@ -92,6 +94,7 @@ __all__ = [
     "FeedStats",
     "FeedWarning",
     "ForkError",
+    "FromIterable",
     "HOST_ALLOC_DEVICEMAP",
     "HOST_ALLOC_PORTABLE",
     "HOST_ALLOC_WRITECOMBINED",
