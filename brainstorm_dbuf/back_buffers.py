@@ -215,16 +215,17 @@ class DeviceSlot:
         stream = self._access.copy_stream
         if self._consumed.recorded:
             stream.wait_event(self._consumed)
+        # First what keeps the link busy while the rest is being gathered.
+        for place in self._direct:
+            _cuda.memcpy_htod_rows_async(
+                self._address(place), arrays[place.name], stream
+            )
         if self._staged:
             staging = self._access.staging
             for place in self._staged:
                 staging.memcpy_htod_async(
                     self._address(place), arrays[place.name], place.dtype, stream
                 )
-        for place in self._direct:
-            _cuda.memcpy_htod_rows_async(
-                self._address(place), arrays[place.name], stream
-            )
         self._copied.record(stream)
 
     def _plan(
