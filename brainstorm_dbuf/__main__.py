@@ -1,0 +1,80 @@
+"""The command line: ``brainstorm-dbuf`` and ``python -m brainstorm_dbuf``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from .machine import Survey, survey
+
+_INFO = """\
+Say what this machine and this installation have for training, what is missing, and how
+to get it. Nothing is changed.
+
+Exit status: 0 if networks train on a CUDA device (CudaHandler), 1 if on the processor
+only, 2 for a wrong command line, 3 if not at all.
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="brainstorm-dbuf", description="Double-buffered input for brainstorm."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    info = commands.add_parser(
+        "info",
+        help="what this machine has for training, and what is missing",
+        description=_INFO,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    info.add_argument("--json", action="store_true", help="for machines")
+    options = parser.parse_args(arguments)
+    found = survey()
+    print(json.dumps(found.as_dict(), indent=1) if options.json else as_text(found))
+    return 0 if found.trains_on_device else 1 if found.trains else 3
+
+
+def as_text(found: Survey) -> str:
+    lines = [f"{name:<18} {version}" for name, version in found.versions.items()]
+    lines.append(f"{'CUDA driver':<18} {found.driver or 'none'}")
+    for device in found.devices:
+        major, minor = device.compute_capability
+        lines.append(
+            f"{f'device {device.ordinal}':<18} {device.name}, compute capability "
+            f"{major}.{minor}, {_size(device.memory_bytes)}, PCI {device.pci_bus_id}"
+            + (f", link {device.link}" if device.link else "")
+        )
+    locked = found.locked_limit_bytes
+    lines += [
+        f"{'processors':<18} {found.processors}",
+        f"{'memory':<18} {_size(found.memory_bytes)}, of which the process may lock "
+        + ("all" if locked is None else _size(locked)),
+    ]
+    handlers = ["NumpyHandler"] * found.trains
+    handlers += ["CudaHandler"] * found.trains_on_device
+    if found.trains and "PyCudaHandler" not in found.missing:
+        handlers.append("PyCudaHandler")
+    lines.append(f"{'trains with':<18} {', '.join(handlers) or 'nothing'}")
+    for name, how in found.missing.items():
+        lines += textwrap.wrap(
+            f"{name}: {how}",
+            width=88,
+            initial_indent=f"{'missing':<18} ",
+            subsequent_indent=" " * 19,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
+
+
+def _size(nbytes: int) -> str:
+    if nbytes >= 1 << 30:
+        return f"{nbytes / (1 << 30):.1f} GiB"
+    return f"{nbytes / (1 << 20):.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
