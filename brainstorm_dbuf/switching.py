@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 
-INTERVAL_SECONDS = 1e-4
+INTERVAL_SECONDS = 2e-5
 
 _lock = threading.Lock()
 # How many workers are running, and the interval that held before the first. Guarded by
