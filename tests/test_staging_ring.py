@@ -307,6 +307,66 @@ def test_bad_arguments_are_refused_before_anything_is_done(driver, ring, stream)
         assert not read(dest).any()
 
 
+def test_more_than_there_can_be_does_not_fit(driver, ring, stream):
+    dest = dbuf.mem_alloc(32)
+    dbuf.memset_d8(dest, 0, 32)
+    # The last two have 2^64 bytes, and 32 more, as float64.
+    for size in (2**40, 2**61, 2**61 + 4):
+        src = np.broadcast_to(np.uint8(1), size)
+        with pytest.raises(ValueError, match="dest has 32"):
+            ring.memcpy_htod_async(dest, src, "f8", stream)
+    assert not read(dest).any()
+
+
+def test_pieces_are_waited_for_without_the_interpreter(fake, stream):
+    ring = new_ring(places=1, nbytes=64)
+    src, dest = source_of(32), dbuf.mem_alloc(128)
+    counter, done = [0], threading.Event()
+
+    def count():
+        while not done.is_set():
+            counter[0] += 1
+            time.sleep(0.001)
+
+    other = threading.Thread(target=count)
+    other.start()
+    fake.spin(stream.handle, 200)
+    before = counter[0]
+    ring.memcpy_htod_async(dest, src, None, stream)
+    counted = counter[0] - before
+    done.set()
+    other.join()
+    assert counted > 20
+    np.testing.assert_array_equal(read(dest), src)
+
+
+def test_what_python_runs_for_a_copy_may_use_the_ring(driver, ring, stream):
+    src = np.full(10, 1e300)
+    inner, outer = (dbuf.mem_alloc(40) for _ in range(2))
+    context = dbuf.Context.current()
+
+    def copy_another(*_):
+        ring.memcpy_htod_async(inner, source_of(10), None, stream)
+
+    class Asked:
+        @property
+        def dtype(self):
+            copy_another()
+            return np.dtype("f4")
+
+    def work():
+        with context, np.errstate(over="call", call=copy_another):
+            ring.memcpy_htod_async(outer, src, Asked(), stream)
+
+    # It would wait for itself without end.
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    np.testing.assert_array_equal(read(inner), source_of(10))
+    assert (read(outer) == np.inf).all()
+
+
 def test_memory_that_cannot_be_a_ring_is_refused(driver, stream):
     good = dbuf.pagelocked_empty(1024, "u1")
     read_only = dbuf.pagelocked_empty(1024, "u1")

@@ -29,8 +29,9 @@ typedef struct {
                                          by; only their handles are used */
     uint64_t pieces;         /* so far: piece n goes through place n % places */
     ContextObject *context;  /* owned until dealloc */
-    PyThread_type_lock lock; /* owned until dealloc; held by the call that fills places
-                              */
+    PyThread_type_lock lock; /* owned until dealloc; held by the call that fills places,
+                                which runs no Python code meanwhile: that might want
+                                the ring itself */
     Guard guard;
 } StagingRingObject;
 
@@ -211,12 +212,15 @@ carry(Passage *passage, int threads)
     }
 }
 
-/* Whether a single piece can go at once, without waiting. */
+/* Whether it is a single piece that can go at once, without waiting. */
 static int
 place_is_free(Passage *passage)
 {
     CUresult status;
     Scope scope;
+    if (passage->count != 1) {
+        return 0;
+    }
     IN_CONTEXT(scope, context_of(passage), status,
                driver.EventQuery(event_of(passage, 0)));
     if (status == CUDA_SUCCESS) {
@@ -283,6 +287,14 @@ plan(Gather *gather, PyArray_Descr *dtype, PyArrayObject *src, PyArrayObject **c
     return 0;
 }
 
+/* Of dest; of a broadcast array it may be more than there can be. */
+static size_t
+bytes_of(const Gather *gather)
+{
+    return gather->size > SIZE_MAX / gather->itemsize ? SIZE_MAX
+                                                      : gather->size * gather->itemsize;
+}
+
 /* Cut it into pieces. Return 0, or -1 with MemoryError set. */
 static int
 cut(Passage *passage, Piece *single)
@@ -341,7 +353,6 @@ StagingRing_memcpy_htod_async(PyObject *op, PyObject *const *args, Py_ssize_t na
     if (!guard_enter(&self->guard)) {
         return raise_closed("StagingRing");
     }
-    take_lock(self);
     if (given[DTYPE] == NULL || given[DTYPE] == Py_None) {
         dtype = PyArray_DescrNewByteorder(PyArray_DESCR(src), NPY_NATIVE);
     }
@@ -357,22 +368,23 @@ StagingRing_memcpy_htod_async(PyObject *op, PyObject *const *args, Py_ssize_t na
         result = Py_NewRef(Py_None);
         goto done;
     }
-    if (plan(&passage.gather, dtype, src, &copied) < 0 || cut(&passage, &single) < 0 ||
+    if (plan(&passage.gather, dtype, src, &copied) < 0 ||
         (number = gather_threads(&passage.gather, threads)) < 0) {
         goto done;
     }
-    const size_t nbytes = passage.gather.size * passage.gather.itemsize;
+    const size_t nbytes = bytes_of(&passage.gather);
     copy.host.is_locked = 1;
     copy.host.context = self->context;
     if (htod_check(state, &copy, nbytes, signature.function, "src", "memcpy_htod") <
             0 ||
-        htod_reserve(state, &copy, nbytes) < 0) {
+        cut(&passage, &single) < 0 || htod_reserve(state, &copy, nbytes) < 0) {
         goto done;
     }
     passage.gather.is_streamed = 0; /* the copy engine is to find it in the caches */
     passage.dest = copy.dest.ptr;
     passage.stream = copy.stream.handle;
     copy.host.hold = Py_NewRef(self->memory);
+    take_lock(self);
     if (gather_is_tiny(&passage.gather) && copy_is_brief(copy.ledger, nbytes) &&
         place_is_free(&passage)) {
         carry(&passage, 1);
@@ -384,6 +396,7 @@ StagingRing_memcpy_htod_async(PyObject *op, PyObject *const *args, Py_ssize_t na
     }
     self->pieces += passage.count;
     htod_commit(&copy);
+    PyThread_release_lock(self->lock);
     if (has_failed(&passage)) {
         raise_cuda(state, atomic_load(&passage.failed),
                    (CUresult)atomic_load(&passage.status), "%zu bytes", nbytes);
@@ -396,7 +409,6 @@ done:
     if (passage.pieces != &single) {
         PyMem_Free((void *)passage.pieces);
     }
-    PyThread_release_lock(self->lock);
     ring_leave(self);
     Py_XDECREF(copied);
     Py_XDECREF(dtype);
