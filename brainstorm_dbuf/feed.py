@@ -408,9 +408,10 @@ class Pass:
         self._feed._open.discard(self)
         self._ended = True
         try:
-            if self._worker is not None and not self._leave(self._worker, interrupted):
+            has_left = self._worker is None or self._leave(self._worker, interrupted)
+            self._drop_ready()
+            if not has_left:
                 return
-            self._ready.clear()
             # After the pass the data are their owner's again. (An interrupt waits for
             # no device.)
             if not interrupted:
@@ -421,6 +422,16 @@ class Pass:
                 self._source.close()
         finally:
             self._running.__exit__(None, None, None)
+
+    def _drop_ready(self) -> None:
+        """Give back the slots of minibatches that nobody takes any more."""
+        while self._ready:
+            item = self._ready.popleft()
+            if isinstance(item, Batch) and item.slot is not None:
+                self._feed.input_layer.give_back(item.slot)
+
+    def _is_stopped(self) -> bool:
+        return self._stopped
 
     def _leave(self, worker: threading.Thread, interrupted: bool) -> bool:
         """Stop the worker; False if its `next` has not returned in time."""
@@ -437,6 +448,7 @@ class Pass:
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
+        self._feed.input_layer.wake()
         if interrupted:
             self._left.wait(GIVE_UP_AFTER_INTERRUPT_SECONDS)
         elif not self._left.wait(UNBLOCK_AFTER_SECONDS):
@@ -482,7 +494,9 @@ class Pass:
             data, fetching = self._given
             self._given = None
             fetched = time.perf_counter()
-        batch = self._feed.input_layer.stage(data, self._names, inline)
+        batch = self._feed.input_layer.stage(
+            data, self._names, inline, self._is_stopped
+        )
         staging = time.perf_counter() - fetched
         if batch.slot is not None:
             staging -= batch.slot.reserve_seconds

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from . import _cuda, minibatch
@@ -23,6 +23,10 @@ from .held_memory import HeldMemory
 from .minibatch import Kind
 from .one_hot import OneHotIndices, expanded
 from .stats import FeedStats
+
+
+def _never() -> bool:
+    return False
 
 
 class Batch:
@@ -96,7 +100,11 @@ class DoubleBufferedInput:
     # ------------------------------ before the step ------------------------------ #
 
     def stage(
-        self, data: Mapping[str, Any], names: frozenset[str] | None, inline: bool
+        self,
+        data: Mapping[str, Any],
+        names: frozenset[str] | None,
+        inline: bool,
+        is_over: Callable[[], bool] = _never,
     ) -> Batch:
         """Put a minibatch into a back buffer and queue its copy to the device.
 
@@ -108,6 +116,8 @@ class DoubleBufferedInput:
             data: what the iterator yielded.
             names: the network's inputs; other entries are left alone. None for all.
             inline: the network takes this minibatch next, in this thread.
+            is_over: whether nobody wants it any more, so that it need not wait for a
+                back buffer. Asked again after :meth:`wake`.
 
         Raises:
             TypeError, ValueError: ``data`` is no minibatch; the message names the input.
@@ -125,7 +135,7 @@ class DoubleBufferedInput:
                 self._names, self._kind = names, kind
         if kind.on_device or (inline and not self._access.queues_copies):
             return Batch(kind, data=arrays)
-        while (slot := self._claim()) is not None:
+        while (slot := self._claim(is_over)) is not None:
             try:
                 slot.fill(arrays, kind)
             except MemoryError as error:
@@ -167,11 +177,18 @@ class DoubleBufferedInput:
                 f"{tuple(array.shape)} and strides {tuple(array.strides)}"
             )
 
-    def _claim(self) -> HostSlot | DeviceSlot | None:
+    def _claim(self, is_over: Callable[[], bool]) -> HostSlot | DeviceSlot | None:
         """Return a new slot, a free one, or None where there is memory for none."""
         with self._lock:
-            while self._slots and self._slots == self._allowed and not self._free:
+            while (
+                self._slots
+                and self._slots == self._allowed
+                and not self._free
+                and not is_over()
+            ):
                 self._lock.wait()
+            if is_over():
+                return None
             # The copy out of a slot just given back may not have run: filling that one
             # again would wait for it, another one does not.
             is_whole_ring = self._slots == self._allowed
@@ -212,6 +229,23 @@ class DoubleBufferedInput:
             ValueError: an input has another shape than the network expects.
         """
         kind = batch.kind
+        slot, data, batch.slot, batch.data = batch.slot, batch.data, None, None
+        try:
+            self._check_fit(kind, net, all_inputs)
+            if slot is not None and net.handler is not self._handler:
+                # A hook has given the network another handler during the pass.
+                data = slot.read_back()
+            if data is None:
+                net.buffer = net._buffer_manager.resize(kind.time_size, kind.batch_size)
+                slot.hand_over(self._fronts(kind, net))
+        finally:
+            # Also where it does not fit: the pass ends, the feed may go on.
+            if slot is not None:
+                self.give_back(slot)
+        if data is not None:
+            net.provide_external_data(expanded(data), all_inputs=all_inputs)
+
+    def _check_fit(self, kind: Kind, net: Any, all_inputs: bool) -> None:
         if self._fits != (kind, net, all_inputs):
             self._fits = self._puts = None
             structures = net.layers["Input"].out_shapes
@@ -221,18 +255,6 @@ class DoubleBufferedInput:
             }
             minibatch.check_shapes(expected, kind.shapes, kind.given, all_inputs)
             self._fits = (kind, net, all_inputs)
-        slot, data, batch.slot, batch.data = batch.slot, batch.data, None, None
-        if slot is not None and net.handler is not self._handler:
-            # A hook has given the network another handler during the pass.
-            data = slot.read_back()
-            self.give_back(slot)
-            slot = None
-        if slot is None:
-            net.provide_external_data(expanded(data), all_inputs=all_inputs)
-        else:
-            net.buffer = net._buffer_manager.resize(kind.time_size, kind.batch_size)
-            slot.hand_over(self._fronts(kind, net))
-            self.give_back(slot)
 
     def puts(self) -> bool:
         """Whether :meth:`put` is for minibatches as the last that was handed over."""
@@ -275,12 +297,12 @@ class DoubleBufferedInput:
                 and array.dtype == self._access.dtype
                 and self._held.lies_ready(array)
             ):
+                # Known before it is queued: another input may fail after it.
+                self._reads_data = direct = True
                 self._access.put_as_it_lies(fronts[name], array)
-                direct = True
             else:
                 self._access.put(fronts[name], array)
         if direct:
-            self._reads_data = True
             self._stats.direct += 1
         return True
 
@@ -301,6 +323,11 @@ class DoubleBufferedInput:
             self.give_back(batch.slot)
 
     # ------------------------------- after the step ------------------------------ #
+
+    def wake(self) -> None:
+        """Have those that wait for a slot ask again whether anybody wants it."""
+        with self._lock:
+            self._lock.notify_all()
 
     def give_back(self, slot: HostSlot | DeviceSlot) -> None:
         """Return a slot to the ring."""

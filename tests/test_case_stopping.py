@@ -16,7 +16,7 @@ import pytest
 import brainstorm_dbuf as dbuf
 import brainstorm as bs
 from brainstorm.data_iterators import Flip, Minibatches
-from brainstorm_dbuf import access, feed
+from brainstorm_dbuf import access, feed, minibatch
 from coded import From, Job, batch, coded, codes, stop_at, workers
 from conftest import KIND, SUBPROCESS_PATH
 from parity import force_worker
@@ -122,6 +122,48 @@ def test_a_lists_iterator_and_a_generator_are_passes_alike(kind, driver, way):
 
 
 # -------------------------------------------------------------- stopping early (24)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_an_error_at_the_hand_over_waits_for_no_back_buffer(
+    depth, kind, driver, way, monkeypatch
+):
+    """The worker may be a minibatch ahead by then, and have no slot for it."""
+    fetched = []
+
+    def make_pass():
+        for k in range(10):
+            fetched.append(k)
+            time.sleep(0.02 * (k > 0))  # the trainer waits for it
+            yield batch(k, features=2 if k == 2 else 3)
+
+    def check_shapes(*args):
+        time.sleep(0.1 * (len(fetched) > 2))  # the worker comes to wait for a slot
+        check(*args)
+
+    check = minibatch.check_shapes
+    monkeypatch.setattr(minibatch, "check_shapes", check_shapes)
+    net = Job(kind, driver).net
+    with feed.Feed(net.handler, depth) as the_feed:
+        started = time.perf_counter()
+        with pytest.raises(ValueError, match="default"):
+            list(the_feed.run_network(net, make_pass()))
+        assert time.perf_counter() - started < 0.9
+        assert list(the_feed.run_network(net, coded(5)())) == list(range(5))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_passes_that_are_left_take_no_back_buffer_along(depth, kind, driver, way):
+    net = Job(kind, driver).net
+    with feed.Feed(net.handler, depth) as the_feed:
+        for _ in range(2 * depth + 1):
+            one = the_feed.run_network(net, coded(10)())
+            next(one)
+            time.sleep(0.02)  # the next ones are prepared
+            started = time.perf_counter()
+            one.close()
+            assert time.perf_counter() - started < 0.9
+        assert list(the_feed.run_network(net, coded(5)())) == list(range(5))
 
 
 class Counted:
