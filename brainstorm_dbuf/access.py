@@ -144,7 +144,7 @@ class CudaAccess:
         sizes = [math.prod(front.shape) * self.dtype.itemsize for front in fronts]
         if sum(sizes) > MOST_PUT_BYTES or not all(map(is_contiguous, fronts)):
             return False
-        if max(sizes) <= MOST_SET_BYTES:
+        if max(sizes, default=0) <= MOST_SET_BYTES:
             return True
         try:
             self.reserve_staging(sizes)

@@ -443,3 +443,7 @@ def test_inputs_lie_side_by_side_on_their_boundaries():
         ("c", 256, 2000),
     ]
     assert end == 256 + 2048
+
+
+def test_a_minibatch_without_inputs_of_the_network_can_be_put(access):
+    assert access.can_put([])

@@ -19,11 +19,11 @@ from brainstorm.data_iterators import (
     Minibatches,
     Undivided,
 )
-from brainstorm_dbuf import access, held_memory
+from brainstorm_dbuf import access, feed, held_memory
 from brainstorm_dbuf._cuda import extent
 from brainstorm_dbuf.held_memory import HeldMemory
 from brainstorm_dbuf.iterators import held_arrays, source_of
-from coded import FEATURES, From, Hook, Job, coded_net, codes, stop_at
+from coded import FEATURES, From, Hook, Job, batch, coded_net, codes, stop_at
 from conftest import HANDLERS, skip_without
 from parity import make_handler, poison_back_buffers
 
@@ -572,3 +572,38 @@ def test_memory_is_found_by_address(driver):
 
 def test_the_memory_of_this_machine_is_known():
     assert 1 << 26 < held_memory.memory_size() < 1 << 50
+
+
+def test_what_was_queued_is_waited_for_where_another_input_fails(monkeypatch, driver):
+    """The data are their owner's again, however the pass has ended."""
+
+    def fails(*_):
+        raise OSError("no put")
+
+    monkeypatch.setattr(access, "MOST_PUT_BYTES", 1 << 20)
+    queued = []
+    net = Job("device", driver).net
+    with feed.Feed(net.handler) as the_feed:
+        reach = the_feed._access
+        the_feed._held.lies_ready = lambda a: a.flat[0] == 1
+        reach.put_as_it_lies = lambda *_: queued.append(1)
+        reach.put = fails
+        waited = []
+        reach.compute_stream = Waited(reach.compute_stream, waited)
+        with pytest.raises(OSError, match="no put"):
+            list(the_feed.run_network(net, [batch(k) for k in range(3)]))
+        assert (queued, waited) == ([1], [1])
+
+
+class Waited:
+    """A stream that notes when it is waited for."""
+
+    def __init__(self, stream, waited):
+        self._stream, self._waited = stream, waited
+
+    def __getattr__(self, name):
+        return getattr(self._stream, name)
+
+    def synchronize(self):
+        self._waited.append(1)
+        self._stream.synchronize()
