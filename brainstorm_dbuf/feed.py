@@ -138,6 +138,8 @@ class Feed:
             open_pass.close(interrupted)
         self.input_layer.close()
         if self._held is not None:
+            # Also after an interrupt: no copy may read memory that is being let go.
+            self.input_layer.wait_put()
             self._held.close()
         access.close()
 

@@ -22,6 +22,7 @@ from brainstorm.data_iterators import (
 from brainstorm_dbuf import access, feed, held_memory
 from brainstorm_dbuf._cuda import extent
 from brainstorm_dbuf.held_memory import HeldMemory
+from brainstorm_dbuf.input_layer import DoubleBufferedInput
 from brainstorm_dbuf.iterators import held_arrays, source_of
 from coded import FEATURES, From, Hook, Job, batch, coded_net, codes, stop_at
 from conftest import HANDLERS, skip_without
@@ -607,3 +608,28 @@ class Waited:
     def synchronize(self):
         self._waited.append(1)
         self._stream.synchronize()
+
+
+def test_after_an_interrupt_memory_is_let_go_once_no_copy_reads_it(
+    device, driver, monkeypatch
+):
+    """What was put into the network is copied on the compute stream."""
+    monkeypatch.setattr(access, "MOST_PUT_BYTES", 1 << 20)
+    layers, reads_data = [], []
+    own_put, own_close = DoubleBufferedInput.put, HeldMemory.close
+
+    def put(self, *arguments):
+        own_put(self, *arguments)
+        layers.append(self)
+        assert self._reads_data
+        raise KeyboardInterrupt
+
+    def close(self):
+        reads_data.append(layers.pop()._reads_data)
+        own_close(self)
+
+    monkeypatch.setattr(HeldMemory, "close", close)
+    monkeypatch.setattr(DoubleBufferedInput, "put", put)
+    with pytest.raises(KeyboardInterrupt):
+        Job(device, driver).train(minibatches(data()))
+    assert reads_data == [False]
