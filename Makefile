@@ -47,8 +47,8 @@ KERNEL_TESTS ?= tests/test_cuda_handler_ops.py tests/test_cuda_handler_reduce.py
 # The binding's tests, the feed's slots, the kernels, and one whole training.
 MEMCHECK_TESTS ?= tests/test_binding_copies.py tests/test_binding_in_flight.py \
 	tests/test_binding_memory.py tests/test_binding_objects.py \
-	tests/test_staging_ring.py tests/test_copy_rows.py tests/test_back_buffers.py tests/test_held_memory.py \
-	tests/test_handler_ops.py $(KERNEL_TESTS) \
+	tests/test_staging_ring.py tests/test_copy_rows.py tests/test_back_buffers.py \
+	tests/test_held_memory.py tests/test_handler_ops.py $(KERNEL_TESTS) \
 	"tests/test_parity.py::test_each_kind_of_network_trains_to_the_same_weights[pycuda-mlp with dropout]"
 
 gpu-build:
@@ -80,7 +80,8 @@ gpu-memcheck: gpu-build
 
 gpu-bench: gpu-build
 	status=0; for bench in driver_calls.py small_batches.py large_batches.py \
-		"large_batches.py --handler cuda --units 2048" handlers.py ragged.py staging.py "feeds.py --json build/feeds.json"; do \
+		"large_batches.py --handler cuda --units 1024" handlers.py ragged.py \
+		staging.py "feeds.py --json build/feeds.json"; do \
 		$(GPU_ENV) $(PYTHON) bench/$$bench || status=1; done; exit $$status
 
 clean:

@@ -8,7 +8,7 @@ place, once) and in page-locked memory, each plain and double-buffered, in turn 
 process; medians over the repetitions. Beside them the bound of the same run: the step
 alone (the inputs stay on the device) and the link alone (one page-locked minibatch copied
 to the device and waited for), medians over 40. The weights of all rows must be equal to
-the bit. With 256 units the link is the bound, with 2048 the step.
+the bit. With 256 units the link is the bound, with 1024 the step.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -65,7 +65,7 @@ class HostAccess:
         """NumPy arrays may be changed by their owner: they are always gathered."""
         return False
 
-    def can_put(self, fronts: Iterable[np.ndarray]) -> bool:
+    def can_put(self, fronts: Collection[np.ndarray]) -> bool:
         """Whether :meth:`put` is better than a back buffer: always, on the host."""
         return True
 
@@ -139,7 +139,7 @@ class CudaAccess:
         """Say whether ``array`` lies on the device already."""
         return isinstance(array, self._array_type)
 
-    def can_put(self, fronts: Iterable[Any]) -> bool:
+    def can_put(self, fronts: Collection[Any]) -> bool:
         """Whether :meth:`put` is better than a back buffer: for small arrays."""
         sizes = [math.prod(front.shape) * self.dtype.itemsize for front in fronts]
         if sum(sizes) > MOST_PUT_BYTES or not all(map(is_contiguous, fronts)):
@@ -184,7 +184,7 @@ class CudaAccess:
                 address, pitch, source, row, row, nbytes // row, self.compute_stream
             )
 
-    def reserve_staging(self, sizes: Iterable[int]) -> None:
+    def reserve_staging(self, sizes: list[int]) -> None:
         """Have a staging ring for minibatches of arrays of these sizes in bytes.
 
         One of up to a few times the largest place takes no more than half of the ring,
@@ -193,7 +193,6 @@ class CudaAccess:
         Raises:
             CudaMemoryError: page-locked memory ran short.
         """
-        sizes = list(sizes)
         place = max(sum(sizes) // 6, min(max(sizes), MOST_PUT_BYTES))
         place = min(max(place, LEAST_PLACE_BYTES), MOST_PLACE_BYTES)
         if self.staging is not None and self.staging.place_nbytes >= place:

@@ -349,8 +349,6 @@ class DeviceSlot:
         return True
 
     def _lock(self, region: Region) -> bool:
-        if region.locked_bytes:
-            return True
         started = time.perf_counter()
         locked = self._held.lock(region)
         self.reserve_seconds += time.perf_counter() - started

@@ -6,16 +6,16 @@
 :class:`Feed` owns the back buffers for the whole of a training. :class:`Pass` is one
 pass over an iterator (an epoch): a worker thread runs one minibatch ahead of the one in
 the network, so it calls ``next`` for minibatch k + 1 once minibatch k has been handed
-over, or is about to be since the trainer waits for it, while the network trains on k. (With ``depth`` back buffers it runs at most
-``depth - 1`` ahead, with one buffer one.)
+over, or is about to be since the trainer waits for it, while the network trains on k.
+(With ``depth`` back buffers it runs at most ``depth - 1`` ahead, with one buffer one.)
 
 A worker costs a hand-off between threads for each minibatch. Where preparing one takes
 less of the host's time, the trainer's thread prepares it itself: for a device it queues
 the copy of minibatch k + 1 before it starts step k, so the copy runs during the step all
 the same. On the host, and for the smallest minibatches everywhere, there is nothing to
-gain, and they go straight into the network. Each pass starts that way, and starts its worker once its minibatches, with those
-of the passes before, have shown that it pays. Small minibatches so cost what they cost in
-brainstorm's own loop.
+gain, and they go straight into the network. Each pass starts that way, and starts its
+worker once its minibatches, with those of the passes before, have shown that it pays.
+Small minibatches so cost what they cost in brainstorm's own loop.
 
 Threads. The trainer's thread alone touches the network. The worker owns the iterator
 from its start to its end, holds no lock while it runs the user's code, and passes on

@@ -25,10 +25,6 @@ from .one_hot import OneHotIndices, expanded
 from .stats import FeedStats
 
 
-def _never() -> bool:
-    return False
-
-
 class Batch:
     """A minibatch on its way to the network."""
 
@@ -104,7 +100,7 @@ class DoubleBufferedInput:
         data: Mapping[str, Any],
         names: frozenset[str] | None,
         inline: bool,
-        is_over: Callable[[], bool] = _never,
+        is_over: Callable[[], bool],
     ) -> Batch:
         """Put a minibatch into a back buffer and queue its copy to the device.
 

@@ -137,8 +137,8 @@ PyMethodDef stage_functions[] = {
          "threads is the most to use, the caller's among them (64 at most); 0 means "
          "BRAINSTORM_DBUF_STAGING_THREADS,\n"
          "else the processors that the process may use, of more than four all but one, "
-         "16 "
-         "at most.\nBelow 1 MiB it is one.\n\n"
+         "16 at most.\n"
+         "Below 1 MiB it is one.\n\n"
          "Raises ValueError for another shape or layout, TypeError for what is no "
          "array.")},
     {NULL, NULL, 0, NULL},
