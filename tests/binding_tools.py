@@ -35,6 +35,32 @@ def leak_check(driver):
     assert live_objects() == before
 
 
+@pytest.fixture
+def stream(request, leak_check):
+    """A stream that is closed, and let go, before leak_check looks."""
+    with _cuda.Stream() as made:
+        yield made
+    # pytest would keep it for longer than leak_check waits.
+    request.node.funcargs.pop("stream", None)
+    del made
+
+
+def modes(driver):
+    """When the stand-in driver runs what is queued; the real one knows by itself."""
+    return [None] if driver.fake is None else ["late", "random", "eager"]
+
+
+def set_mode(driver, mode):
+    if mode is not None:
+        driver.fake.mode(mode)
+
+
+def source_of(size, dtype="f4", seed=0):
+    """Return whole numbers below 100, which every dtype has."""
+    rnd = np.random.default_rng(seed)
+    return rnd.integers(0, 100, size).astype(dtype)
+
+
 def read(memory, dtype="float32", count=None):
     """Return a copy of device memory as an ordinary array, once the context is idle."""
     _cuda.Context.current().synchronize()

@@ -11,33 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import brainstorm_dbuf as dbuf
-from binding_tools import foreign_view, leak_check, pinned, read  # noqa: F401
+from binding_tools import (  # noqa: F401
+    foreign_view,
+    leak_check,
+    modes,
+    pinned,
+    read,
+    set_mode,
+    source_of,
+    stream,
+)
 from brainstorm_dbuf import _cuda
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("leak_check")]
-
-
-@pytest.fixture
-def stream(request, leak_check):  # noqa: F811
-    with dbuf.Stream() as made:
-        yield made
-    # pytest would keep it for longer than leak_check waits.
-    request.node.funcargs.pop("stream", None)
-    del made
-
-
-def modes(driver):
-    return [None] if driver.fake is None else ["late", "random", "eager"]
-
-
-def set_mode(driver, mode):
-    if mode is not None:
-        driver.fake.mode(mode)
-
-
-def source_of(size, dtype="f4", seed=0):
-    rnd = np.random.default_rng(seed)
-    return rnd.integers(0, 100, size).astype(dtype)
 
 
 def moved(src, stream):
