@@ -69,7 +69,11 @@ class HostAccess:
         """Whether :meth:`put` is better than a back buffer: always, on the host."""
         return True
 
-    def put(self, front: np.ndarray, array: np.ndarray) -> None:
+    def sets(self, fronts: Collection[np.ndarray]) -> bool:
+        """Whether ``set_from_numpy`` is the best way to put: always, on the host."""
+        return True
+
+    def set_from_numpy(self, front: np.ndarray, array: np.ndarray) -> None:
         """Gather and cast ``array`` into the network's array ``front``."""
         if front.flags.c_contiguous:
             _cuda.stage(front, array)
@@ -127,7 +131,7 @@ class CudaAccess:
         self.wrap = wrap
         self._array_type = array_type
         self._address = address
-        self._set_from_numpy = set_from_numpy
+        self.set_from_numpy = set_from_numpy
         self.running = running
 
     def new_slot(
@@ -141,10 +145,10 @@ class CudaAccess:
 
     def can_put(self, fronts: Collection[Any]) -> bool:
         """Whether :meth:`put` is better than a back buffer: for small arrays."""
-        sizes = [math.prod(front.shape) * self.dtype.itemsize for front in fronts]
+        sizes = list(map(self._nbytes, fronts))
         if sum(sizes) > MOST_PUT_BYTES or not all(map(is_contiguous, fronts)):
             return False
-        if max(sizes, default=0) <= MOST_SET_BYTES:
+        if self.sets(fronts):
             return True
         try:
             self.reserve_staging(sizes)
@@ -152,10 +156,14 @@ class CudaAccess:
             return False
         return True
 
+    def sets(self, fronts: Collection[Any]) -> bool:
+        """Whether ``set_from_numpy`` is the best way to put: for very small arrays."""
+        return all(self._nbytes(front) <= MOST_SET_BYTES for front in fronts)
+
     def put(self, front: Any, array: np.ndarray) -> None:
         """Gather and cast ``array``, and queue its copy to the network's ``front``."""
-        if array.size * self.dtype.itemsize <= MOST_SET_BYTES:
-            self._set_from_numpy(front, array)
+        if self._nbytes(array) <= MOST_SET_BYTES:
+            self.set_from_numpy(front, array)
         else:
             self.staging.memcpy_htod_async(
                 self._end(front), array, self.dtype, self.compute_stream
@@ -164,6 +172,10 @@ class CudaAccess:
     def put_as_it_lies(self, front: Any, array: np.ndarray) -> None:
         """Queue the copy of page-locked rows of the handler's dtype to ``front``."""
         _cuda.memcpy_htod_rows_async(self._end(front), array, self.compute_stream)
+
+    def _nbytes(self, array: Any) -> int:
+        """Bytes of an array once it is of the handler's dtype."""
+        return math.prod(array.shape) * self.dtype.itemsize
 
     def _end(self, front: Any) -> Any:
         """Return an array as the binding takes it; of one of ours it knows the size."""

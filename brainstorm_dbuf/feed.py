@@ -338,23 +338,21 @@ class Pass:
         back buffers and back, were it not for this.
         """
         put, feed = self._feed.input_layer.put, self._feed
-        while (
-            self._worker is None
-            and not self._ready
-            and not feed.pays
-            and feed.input_layer.puts()
-        ):
-            started = time.perf_counter()
+        clock, source, stats = time.perf_counter, self._source, feed.stats
+        if self._worker is not None or self._ready or not feed.input_layer.puts():
+            return
+        while not feed.pays:
+            started = clock()
             try:
-                data = next(self._source)
+                data = next(source)
             except StopIteration:
                 self._ended = True
                 return
             if not put(data, net):
-                self._given = data, time.perf_counter() - started
+                self._given = data, clock() - started
                 return
-            feed.note_seconds(time.perf_counter() - started)
-            feed.stats.batches += 1
+            feed.note_seconds(clock() - started)
+            stats.batches += 1
             del data
             yield
 

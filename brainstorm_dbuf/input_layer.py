@@ -76,6 +76,10 @@ class DoubleBufferedInput:
         self._fits: tuple[Kind, Any, bool] | None = None
         # What `puts` has found out; None: nothing, since the last kind was another one.
         self._puts: bool | None = False
+        # Then: the network's inputs in the order of its arrays, and whether each is so
+        # small that the handler's own copy is best.
+        self._inputs: tuple[str, ...] = ()
+        self._sets = False
         # Whether `put` has queued copies from where the iterator's data lie.
         self._reads_data = False
         self._lock = threading.Condition()
@@ -256,11 +260,14 @@ class DoubleBufferedInput:
         """Whether :meth:`put` is for minibatches as the last that was handed over."""
         if self._puts is None:
             kind, net, _ = self._fits
+            fronts = self._fronts(kind, net).values()
             self._puts = (
                 kind.signature is not None
                 and net.handler is self._handler
-                and self._access.can_put(self._fronts(kind, net).values())
+                and self._access.can_put(fronts)
             )
+            self._sets = self._puts and self._access.sets(fronts)
+            self._inputs = tuple(net.buffer.Input.outputs.keys())
         return self._puts
 
     def _fronts(self, kind: Kind, net: Any) -> dict[str, Any]:
@@ -284,7 +291,13 @@ class DoubleBufferedInput:
         ):
             return False
         net.buffer = net._buffer_manager.resize(kind.time_size, kind.batch_size)
-        fronts = net.buffer.Input.outputs
+        outputs = net.buffer.Input.outputs
+        if self._sets:
+            set_from_numpy, shapes = self._access.set_from_numpy, kind.shapes
+            for name, front in zip(self._inputs, outputs):
+                if name in shapes:
+                    set_from_numpy(front, data[name])
+            return True
         direct = False
         for name in kind.shapes:
             array = data[name]
@@ -295,9 +308,9 @@ class DoubleBufferedInput:
             ):
                 # Known before it is queued: another input may fail after it.
                 self._reads_data = direct = True
-                self._access.put_as_it_lies(fronts[name], array)
+                self._access.put_as_it_lies(outputs[name], array)
             else:
-                self._access.put(fronts[name], array)
+                self._access.put(outputs[name], array)
         if direct:
             self._stats.direct += 1
         return True

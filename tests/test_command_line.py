@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -37,7 +38,9 @@ def test_info_names_the_device_and_the_handlers(cuda, capsys):
     device = dbuf.Device(0)
     for text in (device.name, device.pci_bus_id, dbuf.__version__, "CudaHandler"):
         assert text in said
-    assert all(len(line) < 120 for line in said.splitlines())
+    devices = [line for line in said.splitlines() if line.startswith("device ")]
+    # Only these, which name the hardware, are not wrapped.
+    assert all(len(line) <= 88 for line in said.splitlines() if line not in devices)
 
 
 def test_info_in_json_has_the_same(cuda, capsys):
@@ -53,7 +56,9 @@ def test_info_in_json_has_the_same(cuda, capsys):
 def test_without_a_driver_networks_train_on_the_processor():
     done = run("info", BRAINSTORM_DBUF_LIBCUDA="/nowhere/libcuda.so.1")
     assert done.returncode == 1, done.stderr
-    assert "trains with        NumpyHandler\n" in done.stdout
+    # PyCUDA finds the driver in its own way.
+    handlers = re.search(r"trains with +(.*)", done.stdout)[1].split(", ")
+    assert "NumpyHandler" in handlers and "CudaHandler" not in handlers
     assert "missing            CUDA driver: " in done.stdout
     assert "/nowhere/libcuda.so.1" in done.stdout
     assert done.stderr == ""

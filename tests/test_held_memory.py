@@ -575,15 +575,18 @@ def test_the_memory_of_this_machine_is_known():
     assert 1 << 26 < held_memory.memory_size() < 1 << 50
 
 
-def test_what_was_queued_is_waited_for_where_another_input_fails(monkeypatch, driver):
+def test_what_was_queued_is_waited_for_where_another_input_fails(
+    device, driver, monkeypatch
+):
     """The data are their owner's again, however the pass has ended."""
 
     def fails(*_):
         raise OSError("no put")
 
     monkeypatch.setattr(access, "MOST_PUT_BYTES", 1 << 20)
+    monkeypatch.setattr(access, "MOST_SET_BYTES", 0)
     queued = []
-    net = Job("device", driver).net
+    net = Job(device, driver).net
     with feed.Feed(net.handler) as the_feed:
         reach = the_feed._access
         the_feed._held.lies_ready = lambda a: a.flat[0] == 1
