@@ -94,30 +94,49 @@ note_failure(Passage *passage, CUresult status, const char *call)
     }
 }
 
-/* In the context. Mostly the event has passed, and asking is quicker than waiting. */
-static CUresult
-await_event(CUevent event, const char **call)
+static void
+may_fill(Passage *passage, size_t number)
 {
-    CUresult status = driver.EventQuery(event);
-    *call = "cuEventQuery";
-    if (status == CUDA_ERROR_NOT_READY) {
-        status = driver.EventSynchronize(event);
-        *call = "cuEventSynchronize";
+    atomic_store_explicit(&passage->pieces[number].may_fill, 1, memory_order_release);
+}
+
+/* In the context; CUDA_ERROR_NOT_READY where a place is not free. */
+static CUresult
+open_free_places_here(Passage *passage)
+{
+    const size_t places = (size_t)passage->ring->places;
+    const size_t count = passage->count < places ? passage->count : places;
+    CUresult status = CUDA_SUCCESS;
+    for (size_t number = 0; number < count; number++) {
+        status = driver.EventQuery(event_of(passage, number));
+        if (status != CUDA_SUCCESS) {
+            break;
+        }
+        may_fill(passage, number);
     }
     return status;
 }
 
-/* Wait until the place of a piece may be written. Return 0 if something has failed. */
-static int
-wait_for_place(Passage *passage, size_t number)
+/* Open the first pieces, as far as their places are free. By one thread: when several
+ * call the driver at once, each call takes many times as long. */
+static void
+open_free_places(Passage *passage)
 {
-    const size_t places = (size_t)passage->ring->places;
-    Piece *piece = &passage->pieces[number];
     CUresult status;
     Scope scope;
-    if (atomic_load_explicit(&piece->may_fill, memory_order_acquire)) {
-        return 1;
-    }
+    IN_CONTEXT(scope, context_of(passage), status, open_free_places_here(passage));
+    (void)status; /* if it is an error, who waits for the place will see it too */
+}
+
+/* Wait until the place of a piece is free, and open it. Return 0 if something has
+ * failed. */
+static int
+open_place(Passage *passage, size_t number)
+{
+    const size_t places = (size_t)passage->ring->places;
+    CUevent event = event_of(passage, number);
+    CUresult status;
+    Scope scope;
     if (number >= places) {
         /* By threads that are a whole ring behind, and never wait for this one. */
         Piece *before = &passage->pieces[number - places];
@@ -128,14 +147,33 @@ wait_for_place(Passage *passage, size_t number)
             sched_yield();
         }
     }
-    const char *call = NULL;
-    IN_CONTEXT(scope, context_of(passage), status,
-               await_event(event_of(passage, number), &call));
+    IN_CONTEXT(scope, context_of(passage), status, driver.EventSynchronize(event));
     if (status != CUDA_SUCCESS) {
-        note_failure(passage, status, scope_call(&scope, call));
+        note_failure(passage, status, scope_call(&scope, "cuEventSynchronize"));
         return 0;
     }
-    atomic_store_explicit(&piece->may_fill, 1, memory_order_release);
+    may_fill(passage, number);
+    return 1;
+}
+
+/* Wait until the place of a piece may be written: who has its first share opens it.
+ * Return 0 if something has failed. */
+static int
+wait_for_place(Passage *passage, size_t number, int has_first)
+{
+    Piece *piece = &passage->pieces[number];
+    if (atomic_load_explicit(&piece->may_fill, memory_order_acquire)) {
+        return 1;
+    }
+    if (has_first) {
+        return open_place(passage, number);
+    }
+    while (!atomic_load_explicit(&piece->may_fill, memory_order_acquire)) {
+        if (has_failed(passage)) {
+            return 0;
+        }
+        sched_yield();
+    }
     return 1;
 }
 
@@ -183,7 +221,7 @@ carry_shares(void *job)
         const size_t first = number * passage->piece_size;
         const size_t left = gather->size - first;
         const size_t size = left < passage->piece_size ? left : passage->piece_size;
-        if (!wait_for_place(passage, number)) {
+        if (!wait_for_place(passage, number, begin == first)) {
             return;
         }
         gather_copy(gather, begin, count,
@@ -216,17 +254,11 @@ carry(Passage *passage, int threads)
 static int
 place_is_free(Passage *passage)
 {
-    CUresult status;
-    Scope scope;
     if (passage->count != 1) {
         return 0;
     }
-    IN_CONTEXT(scope, context_of(passage), status,
-               driver.EventQuery(event_of(passage, 0)));
-    if (status == CUDA_SUCCESS) {
-        atomic_store_explicit(&passage->pieces[0].may_fill, 1, memory_order_relaxed);
-    }
-    return status == CUDA_SUCCESS;
+    open_free_places(passage);
+    return atomic_load_explicit(&passage->pieces[0].may_fill, memory_order_relaxed);
 }
 
 static void
@@ -391,6 +423,7 @@ StagingRing_memcpy_htod_async(PyObject *op, PyObject *const *args, Py_ssize_t na
     }
     else {
         Py_BEGIN_ALLOW_THREADS
+        open_free_places(&passage);
         carry(&passage, number);
         Py_END_ALLOW_THREADS
     }
