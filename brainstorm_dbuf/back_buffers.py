@@ -7,7 +7,8 @@ grows only when a larger minibatch comes than ever before. There are two kinds:
 * :class:`DeviceSlot`, for a handler whose arrays lie on a CUDA device: a device block,
   to which minibatches are gathered and cast on their way through a ring of page-locked
   memory. What lies in page-locked memory already is copied from there. Narrow numbers
-  cross the link as they are, where the handler can widen them on the device.
+  cross the link as they are, where the handler can widen them on the device. There, too,
+  the smallest inputs stay on the host until the hand-over.
 
 Ownership and order. A slot belongs to one thread at a time: whoever claimed it fills
 it, then passes it on with the minibatch; the trainer hands its contents over to the
@@ -34,6 +35,11 @@ from .one_hot import OneHotIndices
 # Every input starts on a boundary that suits vector loads and the copy engine.
 ALIGNMENT = 256
 
+# Up to here an input waits in page-locked memory, and the kernel that hands it over reads
+# it across the link. A copy of its own would keep the link idle for the time in which
+# half a megabyte crosses: the copy engine takes that long to change over.
+MOST_READ_BYTES = 16 << 10
+
 
 class Place:
     """Where one input lies within a slot, and as what.
@@ -42,10 +48,19 @@ class Place:
         shape: of the input as the network takes it.
         dtype: of what lies there: the handler's own, or what the handler makes it from.
         is_one_hot: whether there is one index for each row of ``shape[-1]`` features.
+        may_wait: whether it may stay on the host until the hand-over.
         offset: in bytes, from the start of the slot's block.
     """
 
-    __slots__ = ("name", "shape", "dtype", "is_one_hot", "nbytes", "offset")
+    __slots__ = (
+        "name",
+        "shape",
+        "dtype",
+        "is_one_hot",
+        "may_wait",
+        "nbytes",
+        "offset",
+    )
 
     def __init__(
         self,
@@ -58,6 +73,7 @@ class Place:
         self.shape = shape
         self.dtype = dtype
         self.is_one_hot = is_one_hot
+        self.may_wait = False
         self.nbytes = math.prod(self.held_shape) * dtype.itemsize
         self.offset = 0
 
@@ -72,8 +88,12 @@ def lay_out(places: Iterable[Place], start: int = 0) -> int:
     end = start
     for place in places:
         place.offset = end
-        end += -(-place.nbytes // ALIGNMENT) * ALIGNMENT
+        end += _aligned_nbytes(place)
     return end
+
+
+def _aligned_nbytes(place: Place) -> int:
+    return -(-place.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class HostSlot:
@@ -135,6 +155,9 @@ class HostSlot:
     def wait_copied(self) -> None:
         """Nothing is in flight: :meth:`fill` returns when all bytes are there."""
 
+    def close(self) -> None:
+        """Nobody reads it any more."""
+
     def _view(self, place: Place) -> np.ndarray:
         return np.ndarray(place.shape, self._dtype, self._block, place.offset)
 
@@ -159,10 +182,17 @@ class DeviceSlot:
         self._memory: _cuda.DeviceMemory | None = None
         # What the arrays that are lent keep alive.
         self._loan: _Loan | None = None
+        # Owned: where the inputs lie that wait on the host.
+        self._host: np.ndarray | None = None
+        self._host_address = 0
+        # Whether those of this minibatch do.
+        self._waits = False
         self._copied = _cuda.Event(access.context, blocking_sync=True)
         self._consumed = _cuda.Event(access.context)
         self._places: list[Place] = []
-        # What of them goes through the staging ring; what is copied from where it lies.
+        # What of them may wait on the host; what goes through the staging ring; what is
+        # copied from where it lies.
+        self._small: list[Place] = []
         self._staged: list[Place] = []
         self._direct: list[Place] = []
         # The kind of minibatch that all this was planned for, if it holds for the next.
@@ -181,7 +211,7 @@ class DeviceSlot:
 
     @property
     def page_locked_nbytes(self) -> int:
-        """Bytes of page-locked memory, which all slots of the feed share."""
+        """Bytes of the staging ring, which all slots of the feed share."""
         staging = self._access.staging
         return 0 if staging is None else staging.nbytes
 
@@ -220,12 +250,15 @@ class DeviceSlot:
             _cuda.memcpy_htod_rows_async(
                 self._address(place), arrays[place.name], stream
             )
-        if self._staged:
-            staging = self._access.staging
-            for place in self._staged:
-                staging.memcpy_htod_async(
-                    self._address(place), arrays[place.name], place.dtype, stream
-                )
+        self._waits = bool(self._small) and self._is_consumed()
+        if self._waits:
+            for place in self._small:
+                _cuda.stage(self._on_host(place), arrays[place.name])
+        staged = self._staged if self._waits else [*self._small, *self._staged]
+        for place in staged:
+            self._access.staging.memcpy_htod_async(
+                self._address(place), arrays[place.name], place.dtype, stream
+            )
         self._copied.record(stream)
 
     def _plan(
@@ -238,7 +271,12 @@ class DeviceSlot:
             place, source = self._place(name, array)
             sources[name] = source
             (direct if self._lies_ready(source, place) else staged).append(place)
-        self._places = [*staged, *direct]
+        empty = [place for place in staged if not place.nbytes]
+        staged = [place for place in staged if place.nbytes]
+        small = [place for place in staged if self._may_wait(place)]
+        large = [place for place in staged if not place.may_wait]
+        # The first ones have the same offsets on the host.
+        self._places = [*small, *large, *empty, *direct]
         end = lay_out(self._places)
         if self._lends:
             self._unpacked = {
@@ -247,11 +285,20 @@ class DeviceSlot:
                 if place.dtype != self._dtype
             }
             end = lay_out(self._unpacked.values(), end)
-        self._staged, self._direct = [], []
-        staged = [place for place in staged if place.nbytes]
+        self._small, self._staged, self._direct = [], [], []
         self._reserve(end, [place.nbytes for place in staged])
-        self._staged, self._direct = staged, direct
+        self._reserve_host(sum(map(_aligned_nbytes, small)))
+        self._small, self._staged, self._direct = small, large, direct
         return sources
+
+    def _may_wait(self, place: Place) -> bool:
+        """Note and say whether an input may stay on the host until the hand-over."""
+        place.may_wait = (
+            place.nbytes <= MOST_READ_BYTES
+            and self._access.unpack is not None
+            and not self._lends
+        )
+        return place.may_wait
 
     def _lie_as_before(self, arrays: Mapping[str, np.ndarray]) -> bool:
         """Say whether what was copied from where it lies can be so again."""
@@ -271,7 +318,9 @@ class DeviceSlot:
             front = fronts.get(place.name)
             if front is None or not place.nbytes:
                 continue
-            if place.dtype == self._dtype:
+            if place.may_wait and self._waits:
+                self._access.unpack(front, self._host_address + place.offset, place)
+            elif place.dtype == self._dtype:
                 self._access.copy_to_front(front, self._address(place), place.nbytes)
             else:
                 self._access.unpack(front, self._address(place), place)
@@ -306,7 +355,9 @@ class DeviceSlot:
         arrays = {}
         for place in self._places:
             array = np.empty(place.held_shape, place.dtype)
-            if place.nbytes:
+            if place.may_wait and self._waits:
+                array[...] = self._on_host(place)
+            elif place.nbytes:
                 _cuda.memcpy_dtoh(array, self._address(place))
             if place.is_one_hot:
                 array = OneHotIndices(array, place.shape[-1]).expand()
@@ -327,6 +378,18 @@ class DeviceSlot:
         crosses_as_it_is = array.dtype in self._access.unpacks
         dtype = array.dtype if crosses_as_it_is else self._dtype
         return Place(name, array.shape, dtype), array
+
+    def close(self) -> None:
+        """Wait until nobody reads the inputs that wait on the host any more."""
+        if self._host is not None and not self._is_consumed():
+            self._consumed.synchronize()
+
+    def _is_consumed(self) -> bool:
+        """Say whether what was here before has been taken, as far as the host knows."""
+        return not self._consumed.recorded or self._consumed.query()
+
+    def _on_host(self, place: Place) -> np.ndarray:
+        return np.ndarray(place.held_shape, place.dtype, self._host, place.offset)
 
     def _address(self, place: Place) -> int:
         return int(self._memory) + place.offset
@@ -369,6 +432,19 @@ class DeviceSlot:
                 self._access.copy_stream.synchronize()
             self._memory = None
             self._memory = _cuda.mem_alloc(nbytes, self._access.context)
+        self.reserve_seconds += time.perf_counter() - started
+
+
+    def _reserve_host(self, nbytes: int) -> None:
+        """Make room for the inputs that wait on the host."""
+        started = time.perf_counter()
+        if nbytes > (0 if self._host is None else self._host.nbytes):
+            self.close()
+            self._host = None
+            self._host = _cuda.pagelocked_empty(
+                nbytes, np.uint8, context=self._access.context
+            )
+            self._host_address = self._host.ctypes.data
         self.reserve_seconds += time.perf_counter() - started
 
 

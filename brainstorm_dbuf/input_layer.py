@@ -93,9 +93,12 @@ class DoubleBufferedInput:
     def close(self) -> None:
         with self._lock:
             self._closed = True
+            slots = list(self._free)
             self._free.clear()
             self._slots = self._allowed = 0
             self._lock.notify_all()
+        for slot in slots:
+            slot.close()
 
     # ------------------------------ before the step ------------------------------ #
 

@@ -13,6 +13,7 @@ import brainstorm_dbuf as dbuf
 from brainstorm_dbuf import access as access_module
 from brainstorm_dbuf import back_buffers, held_memory
 from brainstorm_dbuf.access import CudaAccess, HostAccess
+from brainstorm_dbuf.one_hot import OneHotIndices
 from binding_tools import foreign_view, pinned
 from conftest import live_objects
 from slow_stream import slow  # noqa: F401
@@ -317,6 +318,95 @@ def test_some_inputs_may_be_ready_and_others_not(access, slow):
     assert list(back) == ["small", "ordinary", "none", "ready", "also ready"]
     for name, array in arrays.items():
         np.testing.assert_array_equal(back[name], array)
+
+
+# ----------------------------------------------------- inputs that wait on the host
+
+
+@pytest.fixture
+def reach(cuda):
+    reach = access_module.access_for(cuda)
+    yield reach
+    reach.close()
+
+
+def fronts_of(cuda, arrays):
+    return {name: cuda.zeros(array.shape) for name, array in arrays.items()}
+
+
+def test_the_smallest_inputs_need_no_copy_of_their_own(cuda, reach, driver, slow):
+    slot = reach.new_slot()
+    for value in range(3):
+        arrays = {
+            "targets": np.full((2, 5, 1), value, np.float64),
+            "large": pinned(large(value)),
+            "bytes": np.full((2, 5, 3), value + 10, np.uint8),
+            "rows": expandable(np.full((2, 5, 1), value), 4),
+            "too large": np.full((1, back_buffers.MOST_READ_BYTES, 1), value, np.int16),
+        }
+        fronts = fronts_of(cuda, arrays)
+        before = copies_of(driver)
+        slow(reach.copy_stream, 10)
+        slot.fill(arrays)
+        if driver.fake is not None:
+            assert copies_of(driver) - before == 2
+        # Their owner may use them again at once, as any that are not `source_in_use`.
+        arrays["targets"][...] = arrays["bytes"][...] = 99
+        slot.hand_over(fronts)
+        assert (fronts["targets"].get() == value).all()
+        assert (fronts["large"].get() == value).all()
+        assert (fronts["bytes"].get() == value + 10).all()
+        assert (fronts["rows"].get() == np.eye(4)[value]).all()
+        assert (fronts["too large"].get() == value).all()
+        back = slot.read_back()
+        assert (back["targets"] == value).all() and (back["bytes"] == value + 10).all()
+    slot.close()
+
+
+def copies_of(driver):
+    calls = ("cuMemcpyHtoDAsync", "cuMemcpy2DAsync")
+    return driver.fake and sum(map(driver.fake.calls, calls))
+
+
+def expandable(indices, size):
+    return OneHotIndices(indices.astype(np.int32), size)
+
+
+def test_an_input_that_waits_is_not_overwritten_before_it_is_read(cuda, reach, slow):
+    slot, taken = reach.new_slot(), []
+    for value in range(4):
+        arrays = {"targets": np.full((1, 7, 2), value + 1, np.float32)}
+        slot.fill(arrays)
+        taken.append(fronts_of(cuda, arrays)["targets"])
+        slow(reach.compute_stream, 20)
+        slot.hand_over({"targets": taken[-1]})
+    assert [front.get().max() for front in taken] == [1, 2, 3, 4]
+    assert [front.get().min() for front in taken] == [1, 2, 3, 4]
+    slot.close()
+
+
+def test_closing_waits_for_who_reads_what_waits_on_the_host(cuda, reach, slow):
+    slot = reach.new_slot()
+    arrays = {"targets": np.ones((1, 7, 2), np.float32)}
+    fronts = fronts_of(cuda, arrays)
+    slot.fill(arrays)
+    slow(reach.compute_stream, 30)
+    slot.hand_over(fronts)
+    assert not slot._is_consumed()
+    slot.close()
+    assert slot._is_consumed()
+
+
+def test_more_small_inputs_get_a_larger_place(cuda, reach, slow):
+    slot = reach.new_slot()
+    for samples in (1, 2000, 3, 4000):
+        arrays = {"targets": np.full((1, samples, 1), samples, np.float32)}
+        fronts = fronts_of(cuda, arrays)
+        slot.fill(arrays)
+        slow(reach.compute_stream, 10)
+        slot.hand_over(fronts)
+        assert (fronts["targets"].get() == samples).all()
+    slot.close()
 
 
 # -------------------------------------------------------------------------- fronts

@@ -15,6 +15,7 @@
 enum {
     PLACES_MOST = 64,
     LINE_BYTES = 64,
+    LOOKS = 100,            /* each with a yield: some tens of microseconds */
     LARGE_BYTES = 32 << 20, /* from here on, threads take shares twice as large: fewer
                                of them write where another one has written before */
 };
@@ -156,8 +157,9 @@ open_place(Passage *passage, size_t number)
     return 1;
 }
 
-/* Wait until the place of a piece may be written: who has its first share opens it.
- * Return 0 if something has failed. */
+/* Wait until the place of a piece may be written: who has its first share opens it, the
+ * others look out for that, and wait themselves only if it takes long. Return 0 if
+ * something has failed. */
 static int
 wait_for_place(Passage *passage, size_t number, int has_first)
 {
@@ -168,13 +170,13 @@ wait_for_place(Passage *passage, size_t number, int has_first)
     if (has_first) {
         return open_place(passage, number);
     }
-    while (!atomic_load_explicit(&piece->may_fill, memory_order_acquire)) {
-        if (has_failed(passage)) {
-            return 0;
+    for (int look = 0; look < LOOKS; look++) {
+        if (atomic_load_explicit(&piece->may_fill, memory_order_acquire)) {
+            return 1;
         }
         sched_yield();
     }
-    return 1;
+    return open_place(passage, number);
 }
 
 /* The copy of a piece, and the event behind it; in the context. */

@@ -68,6 +68,9 @@ kernel_of(const PyArray_Descr *dtype, int itemsize, Kernel *kernel)
     else if (type == NPY_HALF) {
         *kernel = KERNEL_widen_f2;
     }
+    else if (type == NPY_FLOAT) {
+        *kernel = KERNEL_widen_f4;
+    }
     else if (PyTypeNum_ISINTEGER(type) && itemsize == 1) {
         *kernel = is_unsigned ? KERNEL_widen_u1 : KERNEL_widen_i1;
     }
@@ -103,7 +106,7 @@ dtype_argument(const char *operation, PyObject *object, Kernel *kernel, int *ite
         PyErr_Clear();
         PyErr_Format(PyExc_TypeError,
                      "%s: dtype must be bool, int8, uint8, int16, uint16, int32, "
-                     "uint32 or float16 in native byte order, got %R",
+                     "uint32, float16 or float32 in native byte order, got %R",
                      operation, dtype != NULL ? (PyObject *)dtype : object);
     }
     Py_XDECREF(dtype);
@@ -212,8 +215,8 @@ one_hot(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnam
 #define SOURCE \
     "The source is read when the compute stream has come so far: it must have been\n" \
     "written for that stream to see, and stay as it is until then. It may start at\n" \
-    "any address, apart from dest; that the memory is there is not checked. A dest\n" \
-    "without elements is left alone.\n"
+    "any address, apart from dest, in page-locked host memory as well; that the\n" \
+    "memory is there is not checked. A dest without elements is left alone.\n"
 
 PyMethodDef widen_operations[] = {
     {"one_hot", FASTCALL(one_hot),
@@ -229,8 +232,8 @@ PyMethodDef widen_operations[] = {
          "Set dest to elements of another dtype, cast as NumPy's astype does.\n\n"
          "dest is a float32 DeviceArray of any shape; source is the device\n"
          "address of as many elements in C order, without gaps; dtype is theirs:\n"
-         "bool, int8, uint8, int16, uint16, int32, uint32 or float16 in native\n"
-         "byte order, as anything that np.dtype takes.\n" SOURCE
+         "bool, int8, uint8, int16, uint16, int32, uint32, float16 or float32 in\n"
+         "native byte order, as anything that np.dtype takes.\n" SOURCE
          "Raises TypeError or ValueError naming the argument.")},
     {NULL, NULL, 0, NULL},
 };

@@ -92,7 +92,7 @@
     X(recurrent_sum_rows) X(lstm_sum_rows) X(recurrent_add_sums)
 #define WIDEN_KERNELS(X) \
     X(widen_bool) X(widen_i1) X(widen_u1) X(widen_i2) X(widen_u2) X(widen_i4) \
-    X(widen_u4) X(widen_f2) \
+    X(widen_u4) X(widen_f2) X(widen_f4) \
     X(one_hot_rows)
 
 #define KERNELS(X) \

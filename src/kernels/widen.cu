@@ -136,6 +136,7 @@ WIDEN(u2, uint16_t, __float_as_uint((float)x))
 WIDEN(i4, int32_t, __float_as_uint((float)x))
 WIDEN(u4, uint32_t, __float_as_uint((float)x))
 WIDEN(f2, uint16_t, float_bits_of_half(x))
+WIDEN(f4, uint32_t, x)
 
 /* 1 in the column that a row's index (int32) names, if there is one, else 0. */
 KERNEL
