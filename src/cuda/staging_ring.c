@@ -15,7 +15,6 @@
 enum {
     PLACES_MOST = 64,
     LINE_BYTES = 64,
-    LOOKS = 100,            /* each with a yield: some tens of microseconds */
     LARGE_BYTES = 32 << 20, /* from here on, threads take shares twice as large: fewer
                                of them write where another one has written before */
 };
@@ -95,49 +94,30 @@ note_failure(Passage *passage, CUresult status, const char *call)
     }
 }
 
-static void
-may_fill(Passage *passage, size_t number)
-{
-    atomic_store_explicit(&passage->pieces[number].may_fill, 1, memory_order_release);
-}
-
-/* In the context; CUDA_ERROR_NOT_READY where a place is not free. */
+/* In the context. Mostly the event has passed, and asking is quicker than waiting. */
 static CUresult
-open_free_places_here(Passage *passage)
+await_event(CUevent event, const char **call)
 {
-    const size_t places = (size_t)passage->ring->places;
-    const size_t count = passage->count < places ? passage->count : places;
-    CUresult status = CUDA_SUCCESS;
-    for (size_t number = 0; number < count; number++) {
-        status = driver.EventQuery(event_of(passage, number));
-        if (status != CUDA_SUCCESS) {
-            break;
-        }
-        may_fill(passage, number);
+    CUresult status = driver.EventQuery(event);
+    *call = "cuEventQuery";
+    if (status == CUDA_ERROR_NOT_READY) {
+        status = driver.EventSynchronize(event);
+        *call = "cuEventSynchronize";
     }
     return status;
 }
 
-/* Open the first pieces, as far as their places are free. By one thread: when several
- * call the driver at once, each call takes many times as long. */
-static void
-open_free_places(Passage *passage)
-{
-    CUresult status;
-    Scope scope;
-    IN_CONTEXT(scope, context_of(passage), status, open_free_places_here(passage));
-    (void)status; /* if it is an error, who waits for the place will see it too */
-}
-
-/* Wait until the place of a piece is free, and open it. Return 0 if something has
- * failed. */
+/* Wait until the place of a piece may be written. Return 0 if something has failed. */
 static int
-open_place(Passage *passage, size_t number)
+wait_for_place(Passage *passage, size_t number)
 {
     const size_t places = (size_t)passage->ring->places;
-    CUevent event = event_of(passage, number);
+    Piece *piece = &passage->pieces[number];
     CUresult status;
     Scope scope;
+    if (atomic_load_explicit(&piece->may_fill, memory_order_acquire)) {
+        return 1;
+    }
     if (number >= places) {
         /* By threads that are a whole ring behind, and never wait for this one. */
         Piece *before = &passage->pieces[number - places];
@@ -148,35 +128,15 @@ open_place(Passage *passage, size_t number)
             sched_yield();
         }
     }
-    IN_CONTEXT(scope, context_of(passage), status, driver.EventSynchronize(event));
+    const char *call = NULL;
+    IN_CONTEXT(scope, context_of(passage), status,
+               await_event(event_of(passage, number), &call));
     if (status != CUDA_SUCCESS) {
-        note_failure(passage, status, scope_call(&scope, "cuEventSynchronize"));
+        note_failure(passage, status, scope_call(&scope, call));
         return 0;
     }
-    may_fill(passage, number);
+    atomic_store_explicit(&piece->may_fill, 1, memory_order_release);
     return 1;
-}
-
-/* Wait until the place of a piece may be written: who has its first share opens it, the
- * others look out for that, and wait themselves only if it takes long. Return 0 if
- * something has failed. */
-static int
-wait_for_place(Passage *passage, size_t number, int has_first)
-{
-    Piece *piece = &passage->pieces[number];
-    if (atomic_load_explicit(&piece->may_fill, memory_order_acquire)) {
-        return 1;
-    }
-    if (has_first) {
-        return open_place(passage, number);
-    }
-    for (int look = 0; look < LOOKS; look++) {
-        if (atomic_load_explicit(&piece->may_fill, memory_order_acquire)) {
-            return 1;
-        }
-        sched_yield();
-    }
-    return open_place(passage, number);
 }
 
 /* The copy of a piece, and the event behind it; in the context. */
@@ -223,7 +183,7 @@ carry_shares(void *job)
         const size_t first = number * passage->piece_size;
         const size_t left = gather->size - first;
         const size_t size = left < passage->piece_size ? left : passage->piece_size;
-        if (!wait_for_place(passage, number, begin == first)) {
+        if (!wait_for_place(passage, number)) {
             return;
         }
         gather_copy(gather, begin, count,
@@ -256,11 +216,17 @@ carry(Passage *passage, int threads)
 static int
 place_is_free(Passage *passage)
 {
+    CUresult status;
+    Scope scope;
     if (passage->count != 1) {
         return 0;
     }
-    open_free_places(passage);
-    return atomic_load_explicit(&passage->pieces[0].may_fill, memory_order_relaxed);
+    IN_CONTEXT(scope, context_of(passage), status,
+               driver.EventQuery(event_of(passage, 0)));
+    if (status == CUDA_SUCCESS) {
+        atomic_store_explicit(&passage->pieces[0].may_fill, 1, memory_order_relaxed);
+    }
+    return status == CUDA_SUCCESS;
 }
 
 static void
@@ -425,7 +391,6 @@ StagingRing_memcpy_htod_async(PyObject *op, PyObject *const *args, Py_ssize_t na
     }
     else {
         Py_BEGIN_ALLOW_THREADS
-        open_free_places(&passage);
         carry(&passage, number);
         Py_END_ALLOW_THREADS
     }
