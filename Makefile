@@ -18,7 +18,7 @@ SOURCES = setup.py pyproject.toml build_backend/with_nvcc.py $(wildcard src/*/*)
 .PHONY: demo test bench gpu-build gpu-demo gpu-test gpu-memcheck gpu-bench clean
 
 demo: $(VENV)/installed
-	$(BIN)/python examples/digits.py
+	$(BIN)/python examples/digits.py --timeline build/feed.png
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest tests

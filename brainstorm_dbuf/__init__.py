@@ -60,8 +60,10 @@ from ._cuda import (
 )
 from .errors import CudaError, CudaMemoryError, DriverError, ForkError
 from .stats import FeedStats, FeedWarning
+from .timings import BatchTimes, FeedSummary, FeedTimings
 
 if TYPE_CHECKING:
+    from . import hooks
     from .access import access_for
     from .cuda_handler import CudaHandler
     from .from_iterable import FromIterable
@@ -78,10 +80,12 @@ _WITH_BRAINSTORM = {
     "Prefetch": ("prefetch", "Prefetch"),
     "Trainer": ("trainer", "DoubleBufferedTrainer"),
     "access_for": ("access", "access_for"),
+    "hooks": ("hooks", None),
     "run_network": ("trainer", "run_network"),
 }
 
 __all__ = [
+    "BatchTimes",
     "Context",
     "CudaError",
     "CudaHandler",
@@ -92,6 +96,8 @@ __all__ = [
     "DriverError",
     "Event",
     "FeedStats",
+    "FeedSummary",
+    "FeedTimings",
     "FeedWarning",
     "ForkError",
     "FromIterable",
@@ -104,6 +110,7 @@ __all__ = [
     "access_for",
     "device_count",
     "driver_version",
+    "hooks",
     "is_pagelocked",
     "live_objects",
     "mem_alloc",
@@ -133,7 +140,7 @@ compat.apply()
 compat.when_imported("brainstorm.handlers", handler_ops.install)
 compat.when_imported("brainstorm.layers.base_layer", fused_layers.install)
 # brainstorm looks for the class of a description among those that exist by then.
-for _module in (".trainer", ".cuda_handler"):
+for _module in (".trainer", ".cuda_handler", ".hooks"):
     compat.when_imported(
         "brainstorm", lambda _, name=_module: importlib.import_module(name, __name__)
     )
@@ -148,7 +155,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     compat.require_brainstorm()
     module, attribute = _WITH_BRAINSTORM[name]
-    value = getattr(importlib.import_module(f".{module}", __name__), attribute)
+    value = importlib.import_module(f".{module}", __name__)
+    if attribute is not None:
+        value = getattr(value, attribute)
     globals()[name] = value
     return value
 

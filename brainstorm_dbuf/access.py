@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from . import _cuda
+from .copy_clock import CopyClock
 from .back_buffers import DeviceSlot, HostSlot, Place
 from .held_memory import HeldMemory
 
@@ -68,6 +69,10 @@ class HostAccess:
     def can_put(self, fronts: Collection[np.ndarray]) -> bool:
         """Whether :meth:`put` is better than a back buffer: always, on the host."""
         return True
+
+    def nbytes(self, array: np.ndarray) -> int:
+        """Bytes of an array of the handler's dtype."""
+        return array.nbytes
 
     def sets(self, fronts: Collection[np.ndarray]) -> bool:
         """Whether ``set_from_numpy`` is the best way to put: always, on the host."""
@@ -126,6 +131,8 @@ class CudaAccess:
         self.context = context
         self.compute_stream = compute_stream
         self.copy_stream = _cuda.Stream(context)
+        # Where the feed is timed; from then on new slots time their copies.
+        self.copy_clock: CopyClock | None = None
         # Owned, from the first minibatch that is staged.
         self.staging: _cuda.StagingRing | None = None
         self.wrap = wrap
@@ -145,7 +152,7 @@ class CudaAccess:
 
     def can_put(self, fronts: Collection[Any]) -> bool:
         """Whether :meth:`put` is better than a back buffer: for small arrays."""
-        sizes = list(map(self._nbytes, fronts))
+        sizes = list(map(self.nbytes, fronts))
         if sum(sizes) > MOST_PUT_BYTES or not all(map(is_contiguous, fronts)):
             return False
         if self.sets(fronts):
@@ -158,11 +165,11 @@ class CudaAccess:
 
     def sets(self, fronts: Collection[Any]) -> bool:
         """Whether ``set_from_numpy`` is the best way to put: for very small arrays."""
-        return all(self._nbytes(front) <= MOST_SET_BYTES for front in fronts)
+        return all(self.nbytes(front) <= MOST_SET_BYTES for front in fronts)
 
     def put(self, front: Any, array: np.ndarray) -> None:
         """Gather and cast ``array``, and queue its copy to the network's ``front``."""
-        if self._nbytes(array) <= MOST_SET_BYTES:
+        if self.nbytes(array) <= MOST_SET_BYTES:
             self.set_from_numpy(front, array)
         else:
             self.staging.memcpy_htod_async(
@@ -173,7 +180,7 @@ class CudaAccess:
         """Queue the copy of page-locked rows of the handler's dtype to ``front``."""
         _cuda.memcpy_htod_rows_async(self._end(front), array, self.compute_stream)
 
-    def _nbytes(self, array: Any) -> int:
+    def nbytes(self, array: Any) -> int:
         """Bytes of an array once it is of the handler's dtype."""
         return math.prod(array.shape) * self.dtype.itemsize
 

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from . import _cuda
+from .copy_clock import CopyTimer
 from .held_memory import HeldMemory, Region, is_row_like
 from .one_hot import OneHotIndices
 
@@ -100,6 +101,7 @@ class HostSlot:
     """A minibatch in ordinary memory, of the handler's dtype, C-contiguous."""
 
     page_locked_nbytes = 0
+    timer = None
 
     def __init__(self, access: Any) -> None:
         self._dtype = access.dtype
@@ -112,6 +114,11 @@ class HostSlot:
     @property
     def nbytes(self) -> int:
         return self._block.nbytes
+
+    @property
+    def filled_nbytes(self) -> int:
+        """Bytes of the minibatch."""
+        return sum(place.nbytes for place in self._places)
 
     def fill(self, arrays: Mapping[str, np.ndarray], kind: Any = None) -> None:
         """Gather and cast ``arrays`` into this slot.
@@ -189,6 +196,9 @@ class DeviceSlot:
         self._waits = False
         self._copied = _cuda.Event(access.context, blocking_sync=True)
         self._consumed = _cuda.Event(access.context)
+        # Owned, where the feed is timed.
+        clock = access.copy_clock
+        self.timer = None if clock is None else CopyTimer(clock)
         self._places: list[Place] = []
         # What of them may wait on the host; what goes through the staging ring; what is
         # copied from where it lies.
@@ -208,6 +218,11 @@ class DeviceSlot:
     def nbytes(self) -> int:
         """Bytes of device memory held."""
         return 0 if self._memory is None else self._memory.nbytes
+
+    @property
+    def filled_nbytes(self) -> int:
+        """Bytes of the minibatch, as it crosses the link."""
+        return sum(place.nbytes for place in self._places)
 
     @property
     def page_locked_nbytes(self) -> int:
@@ -245,6 +260,8 @@ class DeviceSlot:
         stream = self._access.copy_stream
         if self._consumed.recorded:
             stream.wait_event(self._consumed)
+        if self.timer is not None:
+            self.timer.begin(stream)
         # First what keeps the link busy while the rest is being gathered.
         for place in self._direct:
             _cuda.memcpy_htod_rows_async(
@@ -259,6 +276,8 @@ class DeviceSlot:
             self._access.staging.memcpy_htod_async(
                 self._address(place), arrays[place.name], place.dtype, stream
             )
+        if self.timer is not None:
+            self.timer.end(stream)
         self._copied.record(stream)
 
     def _plan(
@@ -383,6 +402,8 @@ class DeviceSlot:
         """Wait until nobody reads the inputs that wait on the host any more."""
         if self._host is not None and not self._is_consumed():
             self._consumed.synchronize()
+        if self.timer is not None:
+            self.timer.tell()
 
     def _is_consumed(self) -> bool:
         """Say whether what was here before has been taken, as far as the host knows."""
@@ -434,12 +455,12 @@ class DeviceSlot:
             self._memory = _cuda.mem_alloc(nbytes, self._access.context)
         self.reserve_seconds += time.perf_counter() - started
 
-
     def _reserve_host(self, nbytes: int) -> None:
         """Make room for the inputs that wait on the host."""
         started = time.perf_counter()
         if nbytes > (0 if self._host is None else self._host.nbytes):
-            self.close()
+            if not self._is_consumed():
+                self._consumed.synchronize()
             self._host = None
             self._host = _cuda.pagelocked_empty(
                 nbytes, np.uint8, context=self._access.context

@@ -40,9 +40,11 @@ import numpy as np
 
 from . import held_memory, one_hot, switching
 from .access import access_for
+from .copy_clock import CopyClock, link_rate
 from .held_memory import HeldMemory
 from .input_layer import Batch, DoubleBufferedInput
 from .stats import FeedStats, FeedWarning
+from .timings import BatchTimes
 
 # A worker is worth its hand-off (20 microseconds, several times that where the trainer's
 # own Python code holds the interpreter) when a minibatch takes longer to prepare. Some in
@@ -69,7 +71,8 @@ class Feed:
         depth: number of back buffers, at least 1.
         lends: the minibatches are lent as arrays (see :meth:`lend`) instead of handed
             over, so one more back buffer is needed: the one that is lent.
-        stats: counts to go on with; new ones if None.
+        stats: counts to go on with, timed if they have ``timings``; new ones, not timed,
+            if None.
         page_lock_limit: the largest share of the machine's memory that data of the
             iterators may be page-locked in, where they lie.
 
@@ -92,6 +95,7 @@ class Feed:
     ) -> None:
         self.ahead = max(1, check_depth(depth) - 1)
         self.stats = FeedStats() if stats is None else stats
+        self.timings = self.stats.timings
         self._access = access_for(handler)
         self.handler = handler
         self.works = self._access is not None
@@ -104,6 +108,10 @@ class Feed:
                 "double-buffered: minibatches take brainstorm's own path"
             )
             return
+        if self.timings is not None and self._access.queues_copies:
+            self._access.copy_clock = CopyClock(
+                self._access.context, self._access.copy_stream
+            )
         self._held = (
             HeldMemory(
                 self._access.context,
@@ -137,6 +145,10 @@ class Feed:
         for open_pass in list(self._open):
             open_pass.close(interrupted)
         self.input_layer.close()
+        if access.queues_copies and self.timings is not None and not interrupted:
+            self.timings.link_bytes_per_second = link_rate(
+                access.context, access.copy_stream
+            )
         if self._held is not None:
             # Also after an interrupt: no copy may read memory that is being let go.
             self.input_layer.wait_put()
@@ -211,13 +223,18 @@ class Feed:
                 net.provide_external_data(data, all_inputs=all_inputs)
                 yield number
             return
+        timings = self.timings
         names = frozenset(net.layers["Input"].out_shapes)
         with Pass(self, iterator, names) as batches:
             number = 0
             for batch in batches:  # next, stage, copy
                 self.input_layer.hand_over(batch, net, all_inputs)
                 batches.handed_over()  # the slot is free: next may run for k + 1
+                if timings is not None:
+                    timings.begin_step()
                 yield number  # the step
+                if timings is not None:
+                    timings.end_step()
                 number += 1
                 for _ in batches.straight_into(net):  # small ones
                     yield number
@@ -225,12 +242,17 @@ class Feed:
 
     def lend(self, iterator: Iterable[Any]) -> Iterator[dict[str, Any]]:
         """Yield each minibatch as a dict of the handler's own arrays."""
+        timings = self.timings
         with Pass(self, iterator) as batches:
             for batch in batches:
                 lent = self.input_layer.lend(batch)
                 batches.handed_over()
+                if timings is not None:
+                    timings.begin_step()
                 try:
                     yield lent
+                    if timings is not None:
+                        timings.end_step()
                 finally:
                     # The worker may wait for this slot, also when the pass ends here.
                     del lent
@@ -295,6 +317,15 @@ class Pass:
         return self
 
     def __next__(self) -> Batch:
+        timings = self._feed.timings
+        if timings is None:
+            return self._take()
+        started = time.perf_counter()
+        batch = self._take()
+        timings.begin_update(batch.times, started, time.perf_counter())
+        return batch
+
+    def _take(self) -> Batch:
         if self._ended:
             raise StopIteration
         if self._worker is None and not self._ready:
@@ -339,6 +370,7 @@ class Pass:
         """
         put, feed = self._feed.input_layer.put, self._feed
         clock, source, stats = time.perf_counter, self._source, feed.stats
+        timings = feed.timings
         if self._worker is not None or self._ready or not feed.input_layer.puts():
             return
         while not feed.pays:
@@ -348,13 +380,23 @@ class Pass:
             except StopIteration:
                 self._ended = True
                 return
+            if timings is not None:
+                fetched = clock()
             if not put(data, net):
                 self._given = data, clock() - started
                 return
-            feed.note_seconds(clock() - started)
+            ended = clock()
+            feed.note_seconds(ended - started)
             stats.batches += 1
+            if timings is not None:
+                nbytes = feed.input_layer.put_nbytes
+                times = BatchTimes(False, started, fetched, ended, nbytes)
+                timings.begin_update(times, started, ended)
+                timings.begin_step()
             del data
             yield
+            if timings is not None:
+                timings.end_step()
 
     def _prepare_here(self) -> Batch:
         try:
@@ -505,9 +547,22 @@ class Pass:
             if batch.slot.source_in_use:
                 self._in_flight = batch.slot
         self._feed.note_preparation(batch, fetching, staging, self._is_first)
+        if self._feed.timings is not None:
+            self._time(batch, inline, fetched - fetching, fetched)
         self._is_first = False
         self._queues_ahead = batch.slot is not None
         return batch
+
+    def _time(self, batch: Batch, inline: bool, started: float, fetched: float) -> None:
+        slot, nbytes = batch.slot, 0
+        if slot is not None:
+            nbytes = slot.filled_nbytes
+        elif not self._feed.input_layer.queues_copies:
+            nbytes = sum(array.nbytes for array in batch.data.values())
+        now = time.perf_counter()
+        batch.times = BatchTimes(not inline, started, fetched, now, nbytes)
+        if slot is not None and slot.timer is not None:
+            slot.timer.times = batch.times
 
     # ------------------------------ the worker's thread --------------------------- #
 

@@ -23,12 +23,13 @@ from .held_memory import HeldMemory
 from .minibatch import Kind
 from .one_hot import OneHotIndices, expanded
 from .stats import FeedStats
+from .timings import BatchTimes
 
 
 class Batch:
     """A minibatch on its way to the network."""
 
-    __slots__ = ("kind", "slot", "data")
+    __slots__ = ("kind", "slot", "data", "times")
 
     def __init__(
         self,
@@ -41,6 +42,8 @@ class Batch:
         # the arrays that the iterator yielded.
         self.slot = slot
         self.data = data
+        # Where the feed is timed.
+        self.times: BatchTimes | None = None
 
 
 class DoubleBufferedInput:
@@ -68,6 +71,7 @@ class DoubleBufferedInput:
         self._held = held
         self._lends = lends
         self._access = access
+        self.queues_copies = access.queues_copies
         self._stats = stats
         # Minibatches mostly come as the one before: what was found out about that one
         # (names asked for, kind), and what its kind was compared with.
@@ -80,6 +84,8 @@ class DoubleBufferedInput:
         # small that the handler's own copy is best.
         self._inputs: tuple[str, ...] = ()
         self._sets = False
+        # What `put` brings to the network, in bytes.
+        self.put_nbytes = 0
         # Whether `put` has queued copies from where the iterator's data lie.
         self._reads_data = False
         self._lock = threading.Condition()
@@ -271,6 +277,7 @@ class DoubleBufferedInput:
             )
             self._sets = self._puts and self._access.sets(fronts)
             self._inputs = tuple(net.buffer.Input.outputs.keys())
+            self.put_nbytes = sum(map(self._access.nbytes, fronts))
         return self._puts
 
     def _fronts(self, kind: Kind, net: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from brainstorm.data_iterators import DataIterator
 from .feed import Feed, check_depth
 from .held_memory import DEFAULT_LIMIT, check_limit
 from .stats import FeedStats
+from .timings import FeedTimings
 
 
 class Prefetch(DataIterator):
@@ -31,6 +32,7 @@ class Prefetch(DataIterator):
         page_lock_limit: the largest share of the machine's memory, from 0 to 1, that
             data which ``iterator`` holds may be page-locked in, where they lie; 0 for
             none.
+        timed: whether to note where the time goes (``stats.timings``).
 
     Attributes:
         iter: ``iterator``.
@@ -43,30 +45,35 @@ class Prefetch(DataIterator):
     """
 
     __undescribed__ = {"stats", "_idle"}
-    __default_values__ = {"page_lock_limit": DEFAULT_LIMIT}
+    __default_values__ = {"page_lock_limit": DEFAULT_LIMIT, "timed": False}
 
     def __init__(
         self,
         iterator: DataIterator,
         depth: int = 2,
         page_lock_limit: float = DEFAULT_LIMIT,
+        timed: bool = False,
     ) -> None:
         # The base class would draw a seed from brainstorm's global random state, and
         # every later draw of the program would differ. This class draws nothing.
         self.iter = iterator
         self.depth = check_depth(depth)
         self.page_lock_limit = check_limit(page_lock_limit)
+        self.timed = timed
         self.data_shapes = iterator.data_shapes
         self.length = iterator.length
         self.__init_from_description__({})
 
     def __init_from_description__(self, description: dict[str, Any]) -> None:
-        self.stats = FeedStats()
+        self.stats = self._new_stats()
         self._idle: Feed | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy makes back buffers of its own.
-        return {**self.__dict__, "stats": FeedStats(), "_idle": None}
+        return {**self.__dict__, "stats": self._new_stats(), "_idle": None}
+
+    def _new_stats(self) -> FeedStats:
+        return FeedStats(timings=FeedTimings() if self.timed else None)
 
     def __call__(self, handler: Any = None) -> Iterator[dict[str, Any]]:
         feed = self._take(handler)

@@ -6,6 +6,8 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+from .timings import FeedTimings
+
 
 class FeedWarning(UserWarning):
     """Double buffering is not doing what was asked for; the message says why."""
@@ -28,6 +30,7 @@ class FeedStats:
             the handler computes there).
         fallbacks: what was done instead of double buffering, and why.
         notes: what else a user may want to know.
+        timings: where the time went, a :class:`FeedTimings`; None unless asked for.
     """
 
     batches: int = 0
@@ -39,6 +42,14 @@ class FeedStats:
     back_buffer_bytes: int = 0
     fallbacks: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    timings: FeedTimings | None = None
+
+    @property
+    def verdict(self) -> str:
+        """One line: what holds the training back, and what to do about it."""
+        if self.timings is None:
+            return "feed: not timed (timed=True, or a hook such as MonitorFeed)"
+        return self.timings.summary().verdict
 
     def note_staged(self, slot: Any) -> None:
         self.direct += slot.direct

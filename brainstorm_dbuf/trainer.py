@@ -17,6 +17,7 @@ from .prefetch import Prefetch
 from .randomness import shared_random_draws
 from .resizing import quick_resizing
 from .stats import FeedStats
+from .timings import FeedTimings
 
 
 class DoubleBufferedTrainer(brainstorm.Trainer):
@@ -34,6 +35,8 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
         page_lock_limit: the largest share of the machine's memory, from 0 to 1, that
             data which the iterator holds may be page-locked in, where they lie; 0 for
             none.
+        timed: whether to note where the time goes (``feed_stats.timings``); a hook that
+            shows it, such as ``dbuf.hooks.MonitorFeed``, has it noted too.
 
     Attributes:
         feed_stats: a :class:`FeedStats`, what the last :meth:`train` did.
@@ -48,6 +51,7 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
         "double_buffering": True,
         "depth": 2,
         "page_lock_limit": DEFAULT_LIMIT,
+        "timed": False,
     }
 
     def __init__(
@@ -57,11 +61,13 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
         double_buffering: bool = True,
         depth: int = 2,
         page_lock_limit: float = DEFAULT_LIMIT,
+        timed: bool = False,
     ) -> None:
         super().__init__(stepper, verbose)
         self.double_buffering = double_buffering
         self.depth = check_depth(depth)
         self.page_lock_limit = check_limit(page_lock_limit)
+        self.timed = timed
         self.feed_stats: FeedStats | None = None
 
     def train(
@@ -74,6 +80,9 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
                 hook or the step raised, after all earlier minibatches were trained.
         """
         self.feed_stats = None
+        watchers = [hook for hook in self.hooks.values() if hasattr(hook, "feed_stats")]
+        for hook in watchers:
+            hook.feed_stats = None
         if not self.double_buffering:
             super().train(net, training_data_iter, **named_data_iters)
             return
@@ -83,10 +92,16 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
             limit = training_data_iter.page_lock_limit
             training_data_iter = training_data_iter.iter
         self.feed_stats = FeedStats()
+        if self.timed or watchers:
+            self.feed_stats.timings = FeedTimings()
+        for hook in watchers:
+            hook.feed_stats = self.feed_stats
         iterators = {**named_data_iters, "training_data_iter": training_data_iter}
         reason = shared_random_draws(training_data_iter, self.hooks.values(), iterators)
         if reason is not None:
             self.feed_stats.note_fallback(reason)
+            # What has not been fed has no times.
+            self.feed_stats.timings = None
             with quick_resizing(net):
                 super().train(net, training_data_iter, **named_data_iters)
             return
@@ -111,6 +126,8 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
                 # while a generator is dropped is lost.
                 for epoch in last:
                     epoch.close()
+        for hook in watchers:
+            hook.end_feed()
 
 
 def run_network(

@@ -9,6 +9,7 @@ with status 1 if the weights differ or the accuracy is too low.
     python examples/digits.py --handler cuda
     python examples/digits.py --handler pycuda
     python examples/digits.py --data mnist.hdf5 --epochs 2
+    python examples/digits.py --timeline feed.png     # needs matplotlib; or feed.json
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 import time
 
 # BLAS takes all cores and spins on them between products; one is the worker's.
@@ -65,7 +67,9 @@ def main() -> int:
     step_time = time_steps(options, train_set, make_handler())
     bound = max(iterator_time, step_time)
     accuracy = score(buffered.net, test_set)
-    identical = np.array_equal(plain.net.get("parameters"), buffered.net.get("parameters"))
+    identical = np.array_equal(
+        plain.net.get("parameters"), buffered.net.get("parameters")
+    )
 
     print()
     print(f"plain            {plain.epoch_time:7.3f} s an epoch")
@@ -77,6 +81,9 @@ def main() -> int:
     print(f"speed-up         {plain.epoch_time / buffered.epoch_time:7.2f}")
     print(f"weights          {'identical' if identical else 'DIFFERENT'}")
     print(f"test accuracy    {accuracy:7.4f}")
+    print(textwrap.fill(buffered.verdict, 88))
+    if options.timeline:
+        print(f"{options.timeline} shows some minibatches on their way")
     if not identical:
         print("FAILED: weights differ", file=sys.stderr)
     if accuracy < options.min_accuracy:
@@ -104,6 +111,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=50)
     parser.add_argument("--seed", type=int, default=20151017)
     parser.add_argument("--min-accuracy", type=float, default=0.93)
+    parser.add_argument(
+        "--timeline", metavar="FILE", help="draw when each part of the feed was at work"
+    )
     return parser.parse_args()
 
 
@@ -175,18 +185,24 @@ class Run:
         self.net.set_handler(handler)
         self.iterator = augmented(options, data)
         self.epoch_time = 0.0
+        self.verdict = ""
 
     def train(self, name: str, double_buffering: bool) -> Run:
         trainer = dbuf.Trainer(
             bs.training.MomentumStepper(0.1, 0.9),
             verbose=False,
             double_buffering=double_buffering,
+            timed=True,
         )
+        if double_buffering and self.options.timeline:
+            trainer.add_hook(dbuf.hooks.SaveFeedTimeline(self.options.timeline))
         clock = EpochClock(name, self.options.epochs)
         trainer.add_hook(clock)
         trainer.add_hook(bs.hooks.StopAfterEpoch(self.options.epochs))
         trainer.train(self.net, self.iterator)
         self.epoch_time = float(np.median(clock.times))
+        if double_buffering:
+            self.verdict = trainer.feed_stats.verdict
         return self
 
 
