@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 import textwrap
 from collections.abc import Sequence
 
+from .checkup import Check, checkup
 from .machine import Survey, survey
 
 _INFO = """\
@@ -16,6 +18,16 @@ to get it. Nothing is changed.
 
 Exit status: 0 if networks train on a CUDA device (CudaHandler), 1 if on the processor
 only, 2 for a wrong command line, 3 if not at all.
+"""
+
+_CHECK = """\
+See in some seconds whether double buffering is at work on this machine, and right: small
+networks train to the same weights by brainstorm's own loop and by ours, iterator and step
+run at the same time, and on a CUDA device also copy and step, and the link to it is as
+quick as it should be.
+
+Exit status: 0 if all of it holds (what could not be looked at is named), 1 if something
+does not, 2 for a wrong command line, 3 if networks cannot be trained at all.
 """
 
 
@@ -31,11 +43,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=_INFO,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    info.add_argument("--json", action="store_true", help="for machines")
+    info.set_defaults(run=_info)
+    check = commands.add_parser(
+        "check",
+        help="whether double buffering is at work here, and right",
+        description=_CHECK,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check.set_defaults(run=_check)
+    for command in (info, check):
+        command.add_argument("--json", action="store_true", help="for machines")
     options = parser.parse_args(arguments)
+    return options.run(options.json)
+
+
+def _info(as_json: bool) -> int:
     found = survey()
-    print(json.dumps(found.as_dict(), indent=1) if options.json else as_text(found))
+    print(json.dumps(found.as_dict(), indent=1) if as_json else as_text(found))
     return 0 if found.trains_on_device else 1 if found.trains else 3
+
+
+def _check(as_json: bool) -> int:
+    found = survey()
+    if not found.trains:
+        print(f"brainstorm-dbuf check: {found.missing['brainstorm']}", file=sys.stderr)
+        return 3
+    checks = []
+    for check in checkup(found):
+        checks.append(check)
+        if not as_json:
+            print(check_as_text(check), flush=True)
+    passed = all(check.passed is not False for check in checks)
+    if as_json:
+        listed = list(map(dataclasses.asdict, checks))
+        print(json.dumps({"passed": passed, "checks": listed}, indent=1))
+    return 0 if passed else 1
+
+
+def check_as_text(check: Check) -> str:
+    said = {True: "ok", False: "FAILED", None: "-"}[check.passed]
+    return textwrap.fill(
+        f"{check.name:<29} {said:<7} {check.found}",
+        width=88,
+        subsequent_indent=" " * 38,
+        break_on_hyphens=False,
+    )
 
 
 def as_text(found: Survey) -> str:
@@ -73,7 +125,9 @@ def as_text(found: Survey) -> str:
 def _size(nbytes: int) -> str:
     if nbytes >= 1 << 30:
         return f"{nbytes / (1 << 30):.1f} GiB"
-    return f"{nbytes / (1 << 20):.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+    return (
+        f"{nbytes / (1 << 20):.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
+    )
 
 
 if __name__ == "__main__":

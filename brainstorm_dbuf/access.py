@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from . import _cuda
-from .copy_clock import CopyClock
 from .back_buffers import DeviceSlot, HostSlot, Place
+from .copy_clock import CopyClock
 from .held_memory import HeldMemory
 
 # What the staging ring is made of: few places, to stay in the processor's caches, and
