@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
+from . import train_command
 from .checkup import Check, checkup
 from .machine import Survey, survey
 
@@ -53,17 +54,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     check.set_defaults(run=_check)
     for command in (info, check):
         command.add_argument("--json", action="store_true", help="for machines")
+    train = commands.add_parser(
+        "train",
+        help="a network from a line of text on a data set in a file",
+        description=train_command.DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    train_command.add_arguments(train)
+    train.set_defaults(run=train_command.run)
     options = parser.parse_args(arguments)
-    return options.run(options.json)
+    return options.run(options)
 
 
-def _info(as_json: bool) -> int:
+def _info(options: argparse.Namespace) -> int:
     found = survey()
-    print(json.dumps(found.as_dict(), indent=1) if as_json else as_text(found))
+    print(json.dumps(found.as_dict(), indent=1) if options.json else as_text(found))
     return 0 if found.trains_on_device else 1 if found.trains else 3
 
 
-def _check(as_json: bool) -> int:
+def _check(options: argparse.Namespace) -> int:
     found = survey()
     if not found.trains:
         print(f"brainstorm-dbuf check: {found.missing['brainstorm']}", file=sys.stderr)
@@ -71,10 +80,10 @@ def _check(as_json: bool) -> int:
     checks = []
     for check in checkup(found):
         checks.append(check)
-        if not as_json:
+        if not options.json:
             print(check_as_text(check), flush=True)
     passed = all(check.passed is not False for check in checks)
-    if as_json:
+    if options.json:
         listed = list(map(dataclasses.asdict, checks))
         print(json.dumps({"passed": passed, "checks": listed}, indent=1))
     return 0 if passed else 1

@@ -5,6 +5,7 @@ from typing import Any, Literal, Protocol, SupportsIndex, final
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
+from typing_extensions import disjoint_base
 
 from .errors import CudaError as CudaError
 from .errors import CudaMemoryError as CudaMemoryError
@@ -191,6 +192,7 @@ class RegisteredMemory:
 
 @final
 class DeviceArray:
+    __array_ufunc__: None
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
@@ -217,7 +219,7 @@ class DeviceArray:
     def __setitem__(self, key: Any, value: Any, /) -> None: ...
     def __len__(self) -> int: ...
     def __array__(
-        self, dtype: DTypeLike = None, copy: bool | None = None
+        self, dtype: DTypeLike | None = None, copy: bool | None = None
     ) -> NDArray[Any]: ...
     def __dlpack__(
         self,
@@ -230,6 +232,7 @@ class DeviceArray:
     ) -> Any: ...
     def __dlpack_device__(self, /) -> tuple[int, int]: ...
 
+@disjoint_base
 class HandlerCore:
     def __init__(self, seed: int = 0, device: int = 0, tf32: bool = False) -> None: ...
     @property

@@ -132,6 +132,10 @@ class SaveFeedTimeline(FeedHook):
 
     def start(self, net: Any, stepper: Any, verbose: bool, iterators: Any) -> None:
         super().start(net, stepper, verbose, iterators)
+        self.check()
+
+    def check(self) -> None:
+        """See that the file can be written, as it is done before training begins."""
         folder = Path(self.filename).parent
         if not folder.is_dir():
             raise FileNotFoundError(f"filename: there is no folder {str(folder)!r}")

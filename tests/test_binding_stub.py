@@ -2,14 +2,19 @@
 
 import ast
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import brainstorm_dbuf
 from brainstorm_dbuf import _cuda
+from conftest import SUBPROCESS_PATH
 
+MODULES = ("brainstorm_dbuf._cuda", "brainstorm_dbuf._cpuop")
 STUB = Path(brainstorm_dbuf.__file__).with_name("_cuda.pyi")
 SOURCES = Path(__file__).parent.parent / "src"
 TREE = ast.parse(STUB.read_text())
@@ -102,7 +107,8 @@ def test_classes_have_the_stubs_attributes(name):
 def test_every_type_but_the_handlers_base_is_documented_as_final():
     for name, node in stub_classes().items():
         final = [d.id for d in node.decorator_list]
-        assert final == ([] if name == "HandlerCore" else ["final"])
+        is_base = name == "HandlerCore"
+        assert final == (["disjoint_base"] if is_base else ["final"])
 
 
 # ---- Rules on the source text ----
@@ -141,3 +147,19 @@ def test_the_driver_is_called_through_the_table_only():
     for path in c_files():
         text = re.sub(r'"[^"\n]*"|/\*.*?\*/', "", path.read_text(), flags=re.S)
         assert not re.search(r"\bcu[A-Z]\w+\(", text), path.name
+
+
+@pytest.mark.timeout(180)
+def test_stubtest_finds_no_difference(tmp_path):
+    """mypy's own look at the stub beside what the built modules have."""
+    pytest.importorskip("mypy.stubtest", reason="mypy is not installed")
+    where = str(Path(brainstorm_dbuf.__file__).parent.parent)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy.stubtest", "--concise", *MODULES],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env={**os.environ, "MYPYPATH": where, "PYTHONPATH": SUBPROCESS_PATH},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
