@@ -18,7 +18,7 @@ SOURCES = setup.py pyproject.toml build_backend/with_nvcc.py $(wildcard src/*/*)
 .PHONY: demo test bench gpu-build gpu-demo gpu-test gpu-memcheck gpu-bench clean
 
 demo: $(VENV)/installed
-	$(BIN)/python examples/digits.py --timeline build/feed.png
+	$(BIN)/python examples/digits.py --timeline feed.png
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest tests
@@ -85,4 +85,4 @@ gpu-bench: gpu-build
 		$(GPU_ENV) $(PYTHON) bench/$$bench || status=1; done; exit $$status
 
 clean:
-	rm -rf build dist $(VENV) *.egg-info brainstorm_dbuf/*.so
+	rm -rf feed.png build dist $(VENV) *.egg-info brainstorm_dbuf/*.so
