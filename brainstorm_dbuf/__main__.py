@@ -38,30 +38,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="brainstorm-dbuf", description="Double-buffered input for brainstorm."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    info = commands.add_parser(
-        "info",
-        help="what this machine has for training, and what is missing",
-        description=_INFO,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    info.set_defaults(run=_info)
-    check = commands.add_parser(
-        "check",
-        help="whether double buffering is at work here, and right",
-        description=_CHECK,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    check.set_defaults(run=_check)
-    for command in (info, check):
+    for name, run, summary, description in (
+        (
+            "info",
+            _info,
+            "what this machine has for training, and what is missing",
+            _INFO,
+        ),
+        (
+            "check",
+            _check,
+            "whether double buffering is at work here, and right",
+            _CHECK,
+        ),
+        (
+            "train",
+            train_command.run,
+            "a network from a line of text on a data set in a file",
+            train_command.DESCRIPTION,
+        ),
+    ):
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.set_defaults(run=run)
+        if name == "train":
+            train_command.add_arguments(command)
         command.add_argument("--json", action="store_true", help="for machines")
-    train = commands.add_parser(
-        "train",
-        help="a network from a line of text on a data set in a file",
-        description=train_command.DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    train_command.add_arguments(train)
-    train.set_defaults(run=train_command.run)
     options = parser.parse_args(arguments)
     return options.run(options)
 

@@ -89,12 +89,8 @@ def lay_out(places: Iterable[Place], start: int = 0) -> int:
     end = start
     for place in places:
         place.offset = end
-        end += _aligned_nbytes(place)
+        end += -(-place.nbytes // ALIGNMENT) * ALIGNMENT
     return end
-
-
-def _aligned_nbytes(place: Place) -> int:
-    return -(-place.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 class HostSlot:
@@ -295,6 +291,7 @@ class DeviceSlot:
         small = [place for place in staged if self._may_wait(place)]
         large = [place for place in staged if not place.may_wait]
         # The first ones have the same offsets on the host.
+        on_host = lay_out(small)
         self._places = [*small, *large, *empty, *direct]
         end = lay_out(self._places)
         if self._lends:
@@ -306,7 +303,7 @@ class DeviceSlot:
             end = lay_out(self._unpacked.values(), end)
         self._small, self._staged, self._direct = [], [], []
         self._reserve(end, [place.nbytes for place in staged])
-        self._reserve_host(sum(map(_aligned_nbytes, small)))
+        self._reserve_host(on_host)
         self._small, self._staged, self._direct = small, large, direct
         return sources
 
@@ -337,7 +334,7 @@ class DeviceSlot:
             front = fronts.get(place.name)
             if front is None or not place.nbytes:
                 continue
-            if place.may_wait and self._waits:
+            if self._waits_on_host(place):
                 self._access.unpack(front, self._host_address + place.offset, place)
             elif place.dtype == self._dtype:
                 self._access.copy_to_front(front, self._address(place), place.nbytes)
@@ -374,7 +371,7 @@ class DeviceSlot:
         arrays = {}
         for place in self._places:
             array = np.empty(place.held_shape, place.dtype)
-            if place.may_wait and self._waits:
+            if self._waits_on_host(place):
                 array[...] = self._on_host(place)
             elif place.nbytes:
                 _cuda.memcpy_dtoh(array, self._address(place))
@@ -388,6 +385,13 @@ class DeviceSlot:
         if self._copied.recorded and not self._copied.query():
             self._copied.synchronize()
 
+    def close(self) -> None:
+        """Wait until nobody reads the inputs that wait on the host any more."""
+        if self._host is not None:
+            self._wait_consumed()
+        if self.timer is not None:
+            self.timer.tell()
+
     def _place(
         self, name: str, array: np.ndarray | OneHotIndices
     ) -> tuple[Place, np.ndarray]:
@@ -398,16 +402,16 @@ class DeviceSlot:
         dtype = array.dtype if crosses_as_it_is else self._dtype
         return Place(name, array.shape, dtype), array
 
-    def close(self) -> None:
-        """Wait until nobody reads the inputs that wait on the host any more."""
-        if self._host is not None and not self._is_consumed():
-            self._consumed.synchronize()
-        if self.timer is not None:
-            self.timer.tell()
-
     def _is_consumed(self) -> bool:
         """Say whether what was here before has been taken, as far as the host knows."""
         return not self._consumed.recorded or self._consumed.query()
+
+    def _wait_consumed(self) -> None:
+        if not self._is_consumed():
+            self._consumed.synchronize()
+
+    def _waits_on_host(self, place: Place) -> bool:
+        return place.may_wait and self._waits
 
     def _on_host(self, place: Place) -> np.ndarray:
         return np.ndarray(place.held_shape, place.dtype, self._host, place.offset)
@@ -459,8 +463,7 @@ class DeviceSlot:
         """Make room for the inputs that wait on the host."""
         started = time.perf_counter()
         if nbytes > (0 if self._host is None else self._host.nbytes):
-            if not self._is_consumed():
-                self._consumed.synchronize()
+            self._wait_consumed()
             self._host = None
             self._host = _cuda.pagelocked_empty(
                 nbytes, np.uint8, context=self._access.context

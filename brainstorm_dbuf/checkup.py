@@ -84,11 +84,11 @@ def _attempt(name: str, look: Callable[[], tuple[bool | None, str]]) -> Check:
 
 def _parity(make_handler: Callable[[], Any]) -> tuple[bool, str]:
     """The same weights, to the bit, by brainstorm's own loop and by ours."""
+    import brainstorm as bs
+    from brainstorm.data_iterators import AddGaussianNoise, Minibatches
+
     weights = []
     for double_buffering in (False, True):
-        import brainstorm as bs
-        from brainstorm.data_iterators import AddGaussianNoise, Minibatches
-
         bs.global_rnd.set_seed(SEED)
         rnd = np.random.RandomState(SEED)
         data = {
@@ -197,8 +197,8 @@ def _link(state: str | None) -> tuple[bool | None, str]:
         return None, f"{found}; the system does not say what the link could carry"
     return (
         rate >= LINK_SHARE * ceiling,
-        f"{found}, {rate / ceiling:.0%} of the {ceiling / 1e9:.1f} that {state.split(' of ')[1]} "
-        "can carry at most",
+        f"{found}, {rate / ceiling:.0%} of the {ceiling / 1e9:.1f} that "
+        f"{state.split(' of ')[1]} can carry at most",
     )
 
 

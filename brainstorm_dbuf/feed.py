@@ -145,15 +145,17 @@ class Feed:
         for open_pass in list(self._open):
             open_pass.close(interrupted)
         self.input_layer.close()
-        if access.queues_copies and self.timings is not None and not interrupted:
-            self.timings.link_bytes_per_second = link_rate(
-                access.context, access.copy_stream
-            )
         if self._held is not None:
             # Also after an interrupt: no copy may read memory that is being let go.
             self.input_layer.wait_put()
             self._held.close()
-        access.close()
+        try:
+            if access.queues_copies and self.timings is not None and not interrupted:
+                self.timings.link_bytes_per_second = link_rate(
+                    access.context, access.copy_stream
+                )
+        finally:
+            access.close()
 
     def minibatches(
         self, source: Any, iterator: Iterable[Any] | None = None
@@ -539,7 +541,8 @@ class Pass:
         batch = self._feed.input_layer.stage(
             data, self._names, inline, self._is_stopped
         )
-        staging = time.perf_counter() - fetched
+        staged = time.perf_counter()
+        staging = staged - fetched
         if batch.slot is not None:
             staging -= batch.slot.reserve_seconds
             if batch.slot.direct:
@@ -548,19 +551,25 @@ class Pass:
                 self._in_flight = batch.slot
         self._feed.note_preparation(batch, fetching, staging, self._is_first)
         if self._feed.timings is not None:
-            self._time(batch, inline, fetched - fetching, fetched)
+            self._time(batch, inline, fetched - fetching, fetched, staged)
         self._is_first = False
         self._queues_ahead = batch.slot is not None
         return batch
 
-    def _time(self, batch: Batch, inline: bool, started: float, fetched: float) -> None:
+    def _time(
+        self,
+        batch: Batch,
+        inline: bool,
+        started: float,
+        fetched: float,
+        staged: float,
+    ) -> None:
         slot, nbytes = batch.slot, 0
         if slot is not None:
             nbytes = slot.filled_nbytes
         elif not self._feed.input_layer.queues_copies:
             nbytes = sum(array.nbytes for array in batch.data.values())
-        now = time.perf_counter()
-        batch.times = BatchTimes(not inline, started, fetched, now, nbytes)
+        batch.times = BatchTimes(not inline, started, fetched, staged, nbytes)
         if slot is not None and slot.timer is not None:
             slot.timer.times = batch.times
 

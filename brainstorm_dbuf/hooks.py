@@ -49,28 +49,14 @@ class MonitorFeed(FeedHook):
     (``feed_stats.verdict``).
 
     Args:
-        name: as in every hook of brainstorm's, as ``timescale``, ``interval``
-            and ``verbose``.
+        name, timescale, interval, verbose: as in every hook of brainstorm's.
     """
 
     __undescribed__ = {"_logged"}
 
-    def __init__(
-        self,
-        name: str | None = None,
-        timescale: str = "epoch",
-        interval: int = 1,
-        verbose: bool | None = None,
-    ) -> None:
-        super().__init__(name, timescale, interval, verbose)
-        self.__init_from_description__({})
-
-    def __init_from_description__(self, description: dict[str, Any]) -> None:
-        # The number of the first minibatch that is not logged yet.
-        self._logged = 0
-
     def start(self, net: Any, stepper: Any, verbose: bool, iterators: Any) -> None:
         super().start(net, stepper, verbose, iterators)
+        # The number of the first minibatch that is not logged yet.
         self._logged = 0
 
     def __call__(
@@ -101,8 +87,8 @@ class SaveFeedTimeline(FeedHook):
             every other ending is a picture by matplotlib (``.png``, ``.svg``, ...).
         batches: how many minibatches to show.
         first: the number of the first; None for some from the middle of the training (or
-            of as much of it as is kept), if possible with a worker thread. Where there are too few minibatches behind it,
-            the last ones are shown.
+            of as much of it as is kept), if possible with a worker thread. Where there
+            are too few minibatches behind it, the last ones are shown.
         name, verbose: as in every hook of brainstorm's.
 
     Raises:

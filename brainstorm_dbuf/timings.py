@@ -1,4 +1,4 @@
-"""Where the time of a training goes: one record a minibatch, their sums, a verdict.
+"""Where the time of a training goes: one record a minibatch, their means, a verdict.
 
 Off unless asked for (``dbuf.Trainer(..., timed=True)``, ``dbuf.Prefetch(..., timed=True)``
 or one of the hooks that need it). The host's times are those of ``time.perf_counter``;
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from time import perf_counter
 
-# Of more minibatches only the sums are kept.
+# Of longer trainings the last minibatches are kept.
 RECORDS_KEPT = 4096
 
 # The first minibatches of a feed page-lock, allocate, and start the worker.
@@ -101,6 +101,11 @@ class BatchTimes:
     def step_seconds(self) -> float:
         return self.step_end - self.step_begin
 
+    @property
+    def update_seconds(self) -> float:
+        """All of it: wait, hand-over, what is prepared ahead meanwhile, step."""
+        return self.step_end - self.wait_begin
+
 
 @dataclass
 class FeedSummary:
@@ -108,7 +113,8 @@ class FeedSummary:
 
     Attributes:
         batches: how many they are of; the first few of a feed are not counted.
-        update: from one minibatch's step to the next one's.
+        update: from the trainer's asking for a minibatch to its asking for the next;
+            what hooks do after an epoch is no part of it.
         next, staging: the iterator, and the host's part of bringing data to where the
             network takes them.
         copy: the copies to the device; NaN where there were none.
@@ -260,8 +266,9 @@ def summarize(
     copied = [times for times in records if not math.isnan(times.copy_seconds)]
     copying = sum(times.copy_seconds for times in copied)
     own = sum(not times.by_worker for times in records) / count
-    summary = FeedSummary(
+    return FeedSummary(
         batches=count,
+        update=mean("update_seconds"),
         next=mean("next_seconds"),
         staging=mean("staging_seconds"),
         copy=copying / len(copied) if copied else math.nan,
@@ -273,15 +280,6 @@ def summarize(
         ),
         link_bytes_per_second=link_bytes_per_second,
     )
-    # Hooks that run after an epoch lie between the passes and are no part of an update.
-    summary.update = sum(_period(times) for times in records) / count
-    return summary
-
-
-def _period(times: BatchTimes) -> float:
-    """What an update took: the wait, the hand-over, the step, and what of the next
-    minibatch the trainer's thread prepared in between."""
-    return times.step_end - times.wait_begin
 
 
 def _time(seconds: float) -> str:

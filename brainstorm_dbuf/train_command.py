@@ -64,12 +64,11 @@ class Report:
     saved: str | None = None
     verdict: str = ""
 
-    @property
-    def best_of_all(self) -> int:
-        """The best epoch so far, the first of equals: by score, or by training loss."""
+    def find_best(self) -> None:
+        """Set the best epoch so far, the first of equals: by score, or by loss."""
         # brainstorm's Hamming counts what is right.
         figures = self.scores or [-loss for loss in self.losses]
-        return 1 + figures.index(max(figures))
+        self.best_epoch = 1 + figures.index(max(figures))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -105,7 +104,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw when each part of the feed was at work (.png, .svg, or a .json trace)",
     )
-    parser.add_argument("--json", action="store_true", help="for machines")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -140,6 +138,7 @@ def _train(options: argparse.Namespace) -> None:
     from brainstorm.data_iterators import Minibatches
 
     _check_save(options)
+    timeline = _timeline(options)
     sets = load(options.data, options.task)
     handler = _handler(options.handler, options.seed)
     bs.global_rnd.set_seed(options.seed)
@@ -161,18 +160,12 @@ def _train(options: argparse.Namespace) -> None:
     )
     iterators = {}
     if "validation" in sets:
-        size = min(options.batch_size, sets["validation"]["default"].shape[1])
         iterators["validation"] = dbuf.Prefetch(
-            Minibatches(size, shuffle=False, **sets["validation"])
+            Minibatches(options.batch_size, shuffle=False, **sets["validation"])
         )
         trainer.add_hook(bs.hooks.MonitorScores("validation", [scorer], "validation"))
-    if options.timeline:
-        hook = dbuf.hooks.SaveFeedTimeline(options.timeline, verbose=False)
-        try:
-            hook.check()
-        except (OSError, ImportError, ValueError) as error:
-            raise Refused(f"--timeline: {error}") from None
-        trainer.add_hook(hook)
+    if timeline is not None:
+        trainer.add_hook(timeline)
     if sys.stdout.isatty() and not options.json:
         trainer.add_hook(_bar(options.epochs))
     trainer.add_hook(_epochs(options, report))
@@ -222,12 +215,11 @@ def _epochs(options: argparse.Namespace, report: Report) -> Any:
             if "validation" in logs:
                 report.scores.append(float(logs["validation"][report.score][-1]))
                 line += f"  validation {report.score} {report.scores[-1]:.4f}"
-            is_best = report.best_of_all == epoch_nr
-            if is_best:
-                report.best_epoch = epoch_nr
-                if options.save:
-                    net.save_as_hdf5(options.save)
-                    report.saved = options.save
+            report.find_best()
+            is_best = report.best_epoch == epoch_nr
+            if is_best and options.save:
+                net.save_as_hdf5(options.save)
+                report.saved = options.save
             if not options.json:
                 print(
                     f"{_erase()}epoch {epoch_nr:3d}/{options.epochs}  {line}  "
@@ -271,6 +263,20 @@ def _check_save(options: argparse.Namespace) -> None:
         raise Refused(f"--save {file}: there is no folder {str(file.parent)!r}")
     if file.exists() and not options.overwrite:
         raise Refused(f"--save {file}: it exists; --overwrite replaces it")
+
+
+def _timeline(options: argparse.Namespace) -> Any:
+    """Return the hook that draws it, if one is wanted."""
+    import brainstorm_dbuf as dbuf
+
+    if not options.timeline:
+        return None
+    hook = dbuf.hooks.SaveFeedTimeline(options.timeline, verbose=False)
+    try:
+        hook.check()
+    except (OSError, ImportError, ValueError) as error:
+        raise Refused(f"--timeline: {error}") from None
+    return hook
 
 
 def _handler(name: str, seed: int) -> Any:

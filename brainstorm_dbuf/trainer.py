@@ -92,19 +92,17 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
             limit = training_data_iter.page_lock_limit
             training_data_iter = training_data_iter.iter
         self.feed_stats = FeedStats()
-        if self.timed or watchers:
-            self.feed_stats.timings = FeedTimings()
         for hook in watchers:
             hook.feed_stats = self.feed_stats
         iterators = {**named_data_iters, "training_data_iter": training_data_iter}
         reason = shared_random_draws(training_data_iter, self.hooks.values(), iterators)
         if reason is not None:
             self.feed_stats.note_fallback(reason)
-            # What has not been fed has no times.
-            self.feed_stats.timings = None
             with quick_resizing(net):
                 super().train(net, training_data_iter, **named_data_iters)
             return
+        if self.timed or watchers:
+            self.feed_stats.timings = FeedTimings()
         with (
             Feed(
                 net.handler, depth, stats=self.feed_stats, page_lock_limit=limit
