@@ -207,11 +207,14 @@ class DoubleBufferedInput:
                 return None
             self._slots += 1
         try:
-            return self._access.new_slot(self._held, self._lends)
+            return self._new_slot()
         except BaseException:
             with self._lock:
                 self._slots -= 1
             raise
+
+    def _new_slot(self) -> HostSlot | DeviceSlot:
+        return self._access.new_slot(self._held, self._lends)
 
     def _step_down(self, error: MemoryError) -> None:
         """Go on with one back buffer less: the one that was to grow is let go."""

@@ -9,6 +9,7 @@ from brainstorm.data_iterators import DataIterator
 
 from .feed import Feed, check_depth
 from .held_memory import DEFAULT_LIMIT, check_limit
+from .nvtx_ranges import check_nvtx, new_feed
 from .stats import FeedStats
 from .timings import FeedTimings
 
@@ -33,6 +34,8 @@ class Prefetch(DataIterator):
             data which ``iterator`` holds may be page-locked in, where they lie; 0 for
             none.
         timed: whether to note where the time goes (``stats.timings``).
+        nvtx: whether a profiler that listens sees a range around each stage (the package
+            nvtx); None for where the environment names one, as Nsight Systems does.
 
     Attributes:
         iter: ``iterator``.
@@ -42,10 +45,15 @@ class Prefetch(DataIterator):
     Raises:
         ValueError, TypeError: ``depth`` is not a positive integer, or
             ``page_lock_limit`` not from 0 to 1.
+        ImportError: ``nvtx`` is True, and the package is missing.
     """
 
     __undescribed__ = {"stats", "_idle"}
-    __default_values__ = {"page_lock_limit": DEFAULT_LIMIT, "timed": False}
+    __default_values__ = {
+        "page_lock_limit": DEFAULT_LIMIT,
+        "timed": False,
+        "nvtx": None,
+    }
 
     def __init__(
         self,
@@ -53,6 +61,7 @@ class Prefetch(DataIterator):
         depth: int = 2,
         page_lock_limit: float = DEFAULT_LIMIT,
         timed: bool = False,
+        nvtx: bool | None = None,
     ) -> None:
         # The base class would draw a seed from brainstorm's global random state, and
         # every later draw of the program would differ. This class draws nothing.
@@ -60,6 +69,7 @@ class Prefetch(DataIterator):
         self.depth = check_depth(depth)
         self.page_lock_limit = check_limit(page_lock_limit)
         self.timed = timed
+        self.nvtx = check_nvtx(nvtx)
         self.data_shapes = iterator.data_shapes
         self.length = iterator.length
         self.__init_from_description__({})
@@ -106,12 +116,13 @@ class Prefetch(DataIterator):
             return feed
         if feed is not None:
             feed.close()
-        return Feed(
+        return new_feed(
             handler,
             self.depth,
             lends=True,
             stats=self.stats,
             page_lock_limit=self.page_lock_limit,
+            nvtx=self.nvtx,
         )
 
     def _keep(self, feed: Feed) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import brainstorm
 from brainstorm.data_iterators import DataIterator
 
-from .feed import Feed, check_depth
+from .feed import check_depth
 from .held_memory import DEFAULT_LIMIT, check_limit
 from .iterators import source_of
+from .nvtx_ranges import check_nvtx, new_feed
 from .prefetch import Prefetch
 from .randomness import shared_random_draws
 from .resizing import quick_resizing
@@ -37,6 +38,8 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
             none.
         timed: whether to note where the time goes (``feed_stats.timings``); a hook that
             shows it, such as ``dbuf.hooks.MonitorFeed``, has it noted too.
+        nvtx: whether a profiler that listens sees a range around each stage (the package
+            nvtx); None for where the environment names one, as Nsight Systems does.
 
     Attributes:
         feed_stats: a :class:`FeedStats`, what the last :meth:`train` did.
@@ -44,6 +47,7 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
     Raises:
         ValueError, TypeError: ``depth`` is not a positive integer, or
             ``page_lock_limit`` not from 0 to 1.
+        ImportError: ``nvtx`` is True, and the package is missing.
     """
 
     __undescribed__ = {"feed_stats": None}
@@ -52,6 +56,7 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
         "depth": 2,
         "page_lock_limit": DEFAULT_LIMIT,
         "timed": False,
+        "nvtx": None,
     }
 
     def __init__(
@@ -62,12 +67,14 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
         depth: int = 2,
         page_lock_limit: float = DEFAULT_LIMIT,
         timed: bool = False,
+        nvtx: bool | None = None,
     ) -> None:
         super().__init__(stepper, verbose)
         self.double_buffering = double_buffering
         self.depth = check_depth(depth)
         self.page_lock_limit = check_limit(page_lock_limit)
         self.timed = timed
+        self.nvtx = check_nvtx(nvtx)
         self.feed_stats: FeedStats | None = None
 
     def train(
@@ -104,8 +111,12 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
         if self.timed or watchers:
             self.feed_stats.timings = FeedTimings()
         with (
-            Feed(
-                net.handler, depth, stats=self.feed_stats, page_lock_limit=limit
+            new_feed(
+                net.handler,
+                depth,
+                stats=self.feed_stats,
+                page_lock_limit=limit,
+                nvtx=self.nvtx,
             ) as feed,
             quick_resizing(net),
         ):
@@ -141,7 +152,7 @@ def run_network(
         iterator: minibatches, dicts of arrays of shape (T, B, ...).
         all_inputs: whether every input of the network must be in each of them.
     """
-    with Feed(net.handler) as feed, quick_resizing(net):
+    with new_feed(net.handler) as feed, quick_resizing(net):
         source = source_of(iterator)
         if feed.works and source is not None:
             iterator = feed.minibatches(source, iterator)

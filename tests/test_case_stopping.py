@@ -87,7 +87,7 @@ def test_a_finished_pass_stays_finished(count, kind, driver, way):
 
 def test_a_finished_pass_of_the_feed_stays_finished(kind, driver, way):
     job = Job(kind, driver)
-    with dbuf.trainer.Feed(job.net.handler) as the_feed:
+    with feed.Feed(job.net.handler) as the_feed:
         with feed.Pass(the_feed, coded(3)(), frozenset(["default", "targets"])) as one:
             for item in one:
                 the_feed.input_layer.hand_over(item, job.net)
