@@ -40,7 +40,7 @@ COLORS = {
 
 
 class Range:
-    """A range with one name: a context manager that any thread may enter, many times."""
+    """A range with one name: a context manager for any thread, to enter many times."""
 
     __slots__ = ("_push", "_pop", "_attributes")
 
