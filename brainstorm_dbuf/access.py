@@ -54,6 +54,8 @@ class HostAccess:
     # Nothing is cast after it was copied.
     unpacks: frozenset[np.dtype] = frozenset()
 
+    frees_on_any_thread = True
+
     def __init__(self, dtype: Any) -> None:
         self.dtype = np.dtype(dtype)
         self.context: AbstractContextManager[Any] = nullcontext()
@@ -106,6 +108,8 @@ class CudaAccess:
         unpack: ``unpack(array, address, place)`` queues on the compute stream how an
             array of the handler's becomes what lies at the address: numbers of one of
             these dtypes, or indices of one-hot rows.
+        frees_on_any_thread: whether an array may be dropped on a thread that is not the
+            one that made it.
     """
 
     # A copy to a back buffer is queued and runs by itself, whichever thread queued it;
@@ -124,8 +128,10 @@ class CudaAccess:
         running: Callable[[], AbstractContextManager[Any]] = nullcontext,
         unpacks: frozenset[np.dtype] = frozenset(),
         unpack: Callable[[Any, int, Place], None] | None = None,
+        frees_on_any_thread: bool = True,
     ) -> None:
         self.dtype = np.dtype(dtype)
+        self.frees_on_any_thread = frees_on_any_thread
         self.unpacks = unpacks
         self.unpack = unpack
         self.context = context
@@ -314,6 +320,8 @@ def pycuda_access(handler: Any) -> CudaAccess:
         wrap,
         handler.set_from_numpy,
         pooled_temporaries,
+        # PyCUDA leaks what is dropped where its context is not current.
+        frees_on_any_thread=False,
     )
 
 

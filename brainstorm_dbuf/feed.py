@@ -25,6 +25,7 @@ whatever happens, an error too, in the order of the minibatches.
 from __future__ import annotations
 
 import contextvars
+import gc
 import inspect
 import os
 import sys
@@ -103,6 +104,7 @@ class Feed:
         self.handler = handler
         self.works = self._access is not None
         self._slow_in_a_row = 0
+        self._has_had_worker = False
         self._open: set[Pass] = set()
         self._pid = os.getpid()
         if self._access is None:
@@ -187,6 +189,16 @@ class Feed:
     def begin_pass(self, new_pass: Pass) -> None:
         self._open.add(new_pass)
         self._slow_in_a_row = min(self._slow_in_a_row, SEEN_BEFORE)
+
+    def before_worker(self) -> None:
+        """Leave a worker no garbage that must not be dropped on its thread.
+
+        Networks are cycles: an earlier one goes when Python collects them, on whichever
+        thread that happens.
+        """
+        if not self._has_had_worker and not self._access.frees_on_any_thread:
+            gc.collect()
+        self._has_had_worker = True
 
     @property
     def context(self) -> AbstractContextManager[Any]:
@@ -431,6 +443,7 @@ class Pass:
             self._ready.append(_End(error))
 
     def _start_worker(self) -> None:
+        self._feed.before_worker()
         # The worker sees the trainer's context variables and, which is one of them only
         # since NumPy 2, NumPy's error state.
         worker = threading.Thread(

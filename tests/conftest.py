@@ -45,7 +45,8 @@ SUBPROCESS_PATH = os.pathsep.join(
 )
 
 # The handlers that tests of training run on.
-HANDLERS = ["numpy", "device" if KIND == "fake" else "pycuda", "cuda"]
+ON_DEVICE = "device" if KIND == "fake" else "pycuda"
+HANDLERS = ["numpy", ON_DEVICE, "cuda"]
 WORKER_NAME = "brainstorm-dbuf feed"
 
 NEEDS_FAKE = "looks into the stand-in driver"

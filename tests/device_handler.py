@@ -95,6 +95,7 @@ def device_access(handler):
         lambda array: array.__array_interface__["data"][0],
         over_memory,
         handler.set_from_numpy,
+        frees_on_any_thread=False,  # as PyCUDA's
     )
 
 

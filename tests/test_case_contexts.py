@@ -7,6 +7,7 @@ the device, and got "invalid device context" (case 01).
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 
 import numpy as np
@@ -17,7 +18,7 @@ import brainstorm as bs
 from binding_tools import in_thread, pinned
 from brainstorm_dbuf import feed
 from coded import From, Job, batch, coded, coded_net, codes, the_value, workers
-from conftest import KIND, why_no_pycuda
+from conftest import KIND, ON_DEVICE, skip_without, why_no_pycuda
 from parity import SEED, force_worker
 from slow_stream import driver_entry
 
@@ -90,6 +91,43 @@ def test_a_plain_second_thread_cannot_feed_a_network_through_pycuda(
         seen.append(the_value(net.get_input("default")))
     assert seen == [2, 3]
     assert Context.get_current() == owner
+
+
+def test_an_earlier_network_is_not_left_for_the_worker_to_collect(
+    driver, monkeypatch
+):
+    """PyCUDA warns of what is dropped on another thread, and leaks it."""
+    skip_without(ON_DEVICE)
+    force_worker(monkeypatch)
+    dropped_on = []
+
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+            self.net = Job(ON_DEVICE, driver).net
+
+        def __del__(self):
+            dropped_on.append(threading.current_thread())
+
+    def minibatches():
+        for k in range(6):
+            if workers() == [threading.current_thread()]:
+                gc.collect()  # as it may happen at any time
+                collected.append(k)
+            yield batch(k)
+
+    collected = []
+    job = Job(ON_DEVICE, driver)
+    gc.collect()
+    gc.disable()
+    try:
+        Cycle()
+        job.train(From(minibatches))
+    finally:
+        gc.enable()
+    assert collected
+    assert job.seen == codes(*range(6))
+    assert dropped_on == [threading.current_thread()]
 
 
 def current_handle():

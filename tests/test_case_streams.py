@@ -19,13 +19,12 @@ from binding_tools import pinned
 from brainstorm_dbuf.access import CudaAccess
 from brainstorm_dbuf.back_buffers import DeviceSlot
 from coded import FEATURES, From, Hook, Job, batch, coded, coded_net, codes, the_value
-from conftest import KIND, why_no_pycuda
+from conftest import KIND, ON_DEVICE, why_no_pycuda
 from parity import assert_same, force_worker, poison_back_buffers
 from slow_stream import slow  # noqa: F401
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("nothing_left")]
 
-ON_DEVICE = "device" if KIND == "fake" else "pycuda"
 MODES = ["late", "random", "eager"] if KIND == "fake" else [None]
 
 
