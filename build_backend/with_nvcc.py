@@ -45,7 +45,8 @@ def wants_kernels() -> bool:
     return not os.environ.get("BRAINSTORM_DBUF_NO_KERNELS")
 
 
-def _more() -> list[str]:
+def kernels_need() -> list[str]:
+    """Return the packages that the kernels need beside what is on this machine."""
     if not wants_kernels():
         return []
     nvcc = toolkit_nvcc()
@@ -55,8 +56,8 @@ def _more() -> list[str]:
 
 
 def get_requires_for_build_wheel(config_settings=None) -> list[str]:
-    return build_meta.get_requires_for_build_wheel(config_settings) + _more()
+    return build_meta.get_requires_for_build_wheel(config_settings) + kernels_need()
 
 
 def get_requires_for_build_editable(config_settings=None) -> list[str]:
-    return build_meta.get_requires_for_build_editable(config_settings) + _more()
+    return build_meta.get_requires_for_build_editable(config_settings) + kernels_need()
