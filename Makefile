@@ -1,6 +1,7 @@
 # Two commands do everything on a machine with Python 3.10+ and a C compiler:
 #   make demo    venv, brainstorm, build, and the main job on real data
 #   make test    the same set-up, then all tests
+#   make wheel   the same set-up, then source package and manylinux wheel in dist
 # On a machine with an NVIDIA GPU, with its own python3 and without a network:
 #   make gpu-demo   the main job on CudaHandler and on PyCudaHandler
 #   make gpu-test   all tests, on the stand-in driver and on the real one
@@ -15,7 +16,7 @@ BIN = $(VENV)/bin
 # The package is installed in place: only what is compiled asks for another install.
 SOURCES = setup.py pyproject.toml build_backend/with_nvcc.py $(wildcard src/*/*)
 
-.PHONY: demo test bench gpu-build gpu-demo gpu-test gpu-memcheck gpu-bench clean
+.PHONY: demo test bench wheel gpu-build gpu-demo gpu-test gpu-memcheck gpu-bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/digits.py --timeline feed.png
@@ -28,6 +29,13 @@ bench: $(VENV)/installed
 	$(BIN)/python bench/ragged.py
 	$(BIN)/python bench/staging.py
 	$(BIN)/python bench/feeds.py --handler numpy --quick
+
+# auditwheel names the oldest glibc that will do; nothing but glibc is linked.
+wheel: $(VENV)/installed
+	rm -rf dist
+	BRAINSTORM_DBUF_WERROR=1 $(BIN)/python -m build --outdir dist
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m auditwheel repair -w dist dist/*.whl
+	rm dist/*-linux_*.whl
 
 $(VENV)/installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

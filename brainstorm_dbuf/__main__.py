@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
 
-from . import train_command
+from . import bench_command, train_command
 from .checkup import Check, checkup
+from .commands import size_as_text
 from .machine import Survey, survey
 
 _INFO = """\
@@ -30,6 +32,9 @@ quick as it should be.
 Exit status: 0 if all of it holds (what could not be looked at is named), 1 if something
 does not, 2 for a wrong command line, 3 if networks cannot be trained at all.
 """
+
+# As shells have it: 128 and the number of the signal.
+INTERRUPTED, PIPE_CLOSED = 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,6 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _CHECK,
         ),
         (
+            "bench",
+            bench_command.run,
+            "what double buffering brings on this machine, measured",
+            bench_command.DESCRIPTION,
+        ),
+        (
             "train",
             train_command.run,
             "a network from a line of text on a data set in a file",
@@ -65,11 +76,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=run)
+        if name == "bench":
+            bench_command.add_arguments(command)
         if name == "train":
             train_command.add_arguments(command)
         command.add_argument("--json", action="store_true", help="for machines")
     options = parser.parse_args(arguments)
-    return options.run(options)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        print(f"\nbrainstorm-dbuf {options.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:  # who reads it, head for instance, has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
 
 
 def _info(options: argparse.Namespace) -> int:
@@ -112,14 +132,15 @@ def as_text(found: Survey) -> str:
         major, minor = device.compute_capability
         lines.append(
             f"{f'device {device.ordinal}':<18} {device.name}, compute capability "
-            f"{major}.{minor}, {_size(device.memory_bytes)}, PCI {device.pci_bus_id}"
+            f"{major}.{minor}, {size_as_text(device.memory_bytes)}, "
+            f"PCI {device.pci_bus_id}"
             + (f", link {device.link}" if device.link else "")
         )
     locked = found.locked_limit_bytes
     lines += [
         f"{'processors':<18} {found.processors}",
-        f"{'memory':<18} {_size(found.memory_bytes)}, of which the process may lock "
-        + ("all" if locked is None else _size(locked)),
+        f"{'memory':<18} {size_as_text(found.memory_bytes)}, of which the process may "
+        "lock " + ("all" if locked is None else size_as_text(locked)),
     ]
     handlers = ["NumpyHandler"] * found.trains
     handlers += ["CudaHandler"] * found.trains_on_device
@@ -135,14 +156,6 @@ def as_text(found: Survey) -> str:
             break_on_hyphens=False,
         )
     return "\n".join(lines)
-
-
-def _size(nbytes: int) -> str:
-    if nbytes >= 1 << 30:
-        return f"{nbytes / (1 << 30):.1f} GiB"
-    return (
-        f"{nbytes / (1 << 20):.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
-    )
 
 
 if __name__ == "__main__":

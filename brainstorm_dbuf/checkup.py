@@ -99,7 +99,7 @@ def _parity(make_handler: Callable[[], Any]) -> tuple[bool, str]:
         net = bs.tools.create_net_from_spec("classification", 64, 10, "D F32 D F32")
         net.set_handler(make_handler())
         net.initialize(bs.initializers.Gaussian(0.1), seed=SEED)
-        _train(net, iterator, double_buffering, epochs=3)
+        train(net, iterator, double_buffering, epochs=3)
         weights.append(net.get("parameters"))
     same = int(np.sum(weights[0].view(np.uint32) == weights[1].view(np.uint32)))
     return (
@@ -137,7 +137,7 @@ def _overlap() -> tuple[bool, str]:
         iterator = Waits({name: array.shape for name, array in batch.items()}, 50)
         started = time.perf_counter()
         hook = WaitsToo(timescale="update")
-        trainer = _train(net, iterator, double_buffering, hook=hook)
+        trainer = train(net, iterator, double_buffering, hook=hook)
         seconds[double_buffering] = (
             time.perf_counter() - started
         ) / trainer.current_update_nr
@@ -164,7 +164,7 @@ def _hidden_copies() -> tuple[bool | None, str]:
     )
     net.set_handler(dbuf.CudaHandler(seed=SEED))
     net.initialize(0.01, seed=SEED)
-    trainer = _train(net, Minibatches(SAMPLES, **data), True, epochs=4)
+    trainer = train(net, Minibatches(SAMPLES, **data), True, epochs=4)
     records = list(trainer.feed_stats.timings.records)
     summary = trainer.feed_stats.timings.summary()
     hidden = copied = 0.0
@@ -221,13 +221,15 @@ def ceiling_of(state: str | None) -> float | None:
     return gigatransfers * 1e9 * lanes * data / 8
 
 
-def _train(
+def train(
     net: Any,
     iterator: Any,
     double_buffering: bool,
     epochs: int = 1,
     hook: Any = None,
+    timed: bool = True,
 ) -> Any:
+    """Train for some epochs, silently; return the trainer."""
     import brainstorm as bs
     import brainstorm_dbuf as dbuf
 
@@ -235,7 +237,7 @@ def _train(
         bs.training.MomentumStepper(0.01, 0.9),
         verbose=False,
         double_buffering=double_buffering,
-        timed=True,
+        timed=timed,
     )
     trainer.add_hook(bs.hooks.StopAfterEpoch(epochs))
     if hook is not None:

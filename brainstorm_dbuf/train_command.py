@@ -8,12 +8,13 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from .commands import Refused, make_handler, need_brainstorm, positive
 
 DESCRIPTION = """\
 Train a network on a data set in brainstorm's HDF5 format.
@@ -32,14 +33,6 @@ FILE has the groups `training` and, if possible, `validation` or `test` (at the 
 Exit status: 0 once trained, 2 for a wrong command line or wrong data, 3 if networks (or
 with --handler those of that handler) cannot be trained here.
 """
-
-
-class Refused(Exception):
-    """What the user has to change, and the exit status."""
-
-    def __init__(self, message: str, status: int = 2) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass
@@ -85,9 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: cuda where it can be used, else numpy",
     )
-    parser.add_argument("--epochs", type=_positive(int), default=10)
-    parser.add_argument("--batch-size", type=_positive(int), default=100)
-    parser.add_argument("--learning-rate", type=_positive(float), default=0.1)
+    parser.add_argument("--epochs", type=positive(int), default=10)
+    parser.add_argument("--batch-size", type=positive(int), default=100)
+    parser.add_argument("--learning-rate", type=positive(float), default=0.1)
     parser.add_argument("--momentum", type=float, default=0.9)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
@@ -116,31 +109,16 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _positive(number: Callable[[str], Any]) -> Callable[[str], Any]:
-    def convert(text: str) -> Any:
-        value = number(text)
-        if not value > 0:
-            raise ValueError
-        return value
-
-    convert.__name__ = f"positive {number.__name__}"  # argparse names it
-    return convert
-
-
 def _train(options: argparse.Namespace) -> None:
-    try:
-        import brainstorm as bs
-    except ImportError as error:
-        raise Refused(
-            f"{error}; python -m brainstorm_dbuf.install_brainstorm installs it", 3
-        ) from None
+    need_brainstorm()
+    import brainstorm as bs
     import brainstorm_dbuf as dbuf
     from brainstorm.data_iterators import Minibatches
 
     _check_save(options)
     timeline = _timeline(options)
     sets = load(options.data, options.task)
-    handler = _handler(options.handler, options.seed)
+    handler = make_handler(options.handler, options.seed)
     bs.global_rnd.set_seed(options.seed)
     net = _network(options, sets["training"])
     net.set_handler(handler)
@@ -277,19 +255,6 @@ def _timeline(options: argparse.Namespace) -> Any:
     except (OSError, ImportError, ValueError) as error:
         raise Refused(f"--timeline: {error}") from None
     return hook
-
-
-def _handler(name: str, seed: int) -> Any:
-    import brainstorm_dbuf as dbuf
-    from brainstorm.handlers import NumpyHandler
-
-    if name != "numpy":
-        try:
-            return dbuf.CudaHandler(seed=seed)
-        except (RuntimeError, OSError) as error:
-            if name == "cuda":
-                raise Refused(f"--handler cuda: {error}", 3) from None
-    return NumpyHandler(np.float32, seed=seed)
 
 
 def _network(options: argparse.Namespace, data: dict[str, np.ndarray]) -> Any:

@@ -356,3 +356,7 @@ def test_it_works_where_there_is_no_compiler_and_no_cuda(clean):
     assert Path(told["file"]).is_relative_to(clean.site)
     assert told["versions"] == [VERSION, VERSION]
     assert told["same"] and told["losses"][-1] < told["losses"][0]
+
+    few = ("--batch-mib", "0.01", "--seconds", "0.01", "--rounds", "1")
+    rows = json.loads(clean.run("brainstorm-dbuf", "bench", *few, "--json"))["rows"]
+    assert [row["identical"] for row in rows] == [True, True]
