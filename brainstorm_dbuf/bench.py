@@ -125,7 +125,8 @@ class Row:
         nbytes: of a minibatch's features in float32.
         alone: what bounds the feed, each by itself: "iterator", "step", and where there
             is a device "link", as long as the link takes at its rate of large copies.
-        plain, buffered: an update of brainstorm's own loop, and of ours.
+        plain, buffered: an update of brainstorm's own loop, and of ours; NaN where it
+            failed.
         updates: how many were timed in each round.
         rounds: the figures that the medians are of.
         identical: whether all of them ended with the same weights, to the bit.
@@ -136,8 +137,8 @@ class Row:
     source: str
     nbytes: int
     alone: dict[str, float] = field(default_factory=dict)
-    plain: float | None = None
-    buffered: float | None = None
+    plain: float = math.nan
+    buffered: float = math.nan
     updates: int = 0
     rounds: dict[str, list[float]] = field(default_factory=dict)
     identical: bool = True
@@ -164,12 +165,21 @@ class Row:
         """The share of the quickest pace that the bound allows."""
         return self.alone[self.bound] / self.buffered
 
+    @property
+    def spread(self) -> float:
+        """How many times as long the slowest round of training took as the quickest."""
+        turns = (self.rounds.get(name) for name in ("plain", "buffered"))
+        return max((max(taken) / min(taken) for taken in turns if taken), default=1.0)
+
     def as_dict(self) -> dict[str, Any]:
         """Return all of it for JSON."""
         found = asdict(self)
-        if self.failed is None:
-            found |= {"bound": self.bound, "gain": self.gain, "of_bound": self.of_bound}
-        return found
+        if self.failed is not None:
+            return found | {"plain": None, "buffered": None}
+        return found | {
+            name: getattr(self, name)
+            for name in ("bound", "gain", "of_bound", "spread")
+        }
 
 
 def link_of(handler: Any) -> float | None:

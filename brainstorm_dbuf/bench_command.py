@@ -52,6 +52,8 @@ is what `brainstorm-dbuf check` looks at.
 SEED = 1
 SECONDS, QUICK_SECONDS = 0.5, 0.15
 BATCH_MIB, QUICK_BATCH_MIB = (0.01, 1.0, 8.0), (0.01, 1.0)
+# Rounds that differ by more than this factor are no measurement of a few percent.
+STEADY = 1.25
 # What says how many threads compute, and stage.
 THREADS = (
     *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"),
@@ -137,6 +139,11 @@ def _bench(options: argparse.Namespace) -> int:
         rows.append(row)
         if not options.json:
             print(row_as_text(row), flush=True)
+    if not options.json and (spread := max(row.spread for row in rows)) > STEADY:
+        print(
+            f"The rounds differ, in one row by a factor of {spread:.1f}: if other work "
+            "runs on this\nmachine, measure again without it, or with more --rounds."
+        )
     if options.json:
         about = {
             "handler": type(handler).__name__,
