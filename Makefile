@@ -1,4 +1,4 @@
-# Two commands do everything on a machine with Python 3.10+ and a C compiler:
+# These do everything on a machine with Python 3.10+ and a C compiler:
 #   make demo    venv, brainstorm, build, and the main job on real data
 #   make test    the same set-up, then all tests
 #   make wheel   the same set-up, then source package and manylinux wheel in dist
