@@ -65,6 +65,15 @@ def test_every_element_arrives(size, driver, ring, stream):
             np.testing.assert_array_equal(arrived, src)
 
 
+@pytest.mark.parametrize("size", [5 * PLACE // 8, 3 * PLACE])
+def test_an_array_may_begin_anywhere_in_its_memory(size, driver, ring, stream):
+    memory = np.zeros(4 * size + 64, np.uint8)
+    for offset in (0, 4, 17, 60):
+        src = memory[offset : offset + 4 * size].view("f4")
+        src[...] = source_of(size) + offset
+        assert np.array_equal(carried(ring, src, stream), src)
+
+
 def test_arrays_follow_each_other_through_the_ring(driver, stream):
     ring = new_ring(places=3, nbytes=64)
     sizes = np.random.default_rng(0).integers(0, 60, 200)

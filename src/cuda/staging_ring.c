@@ -15,6 +15,7 @@
 enum {
     PLACES_MOST = 64,
     LINE_BYTES = 64,
+    SHARED_BYTES = 1 << 20, /* from here on, several threads fill a place */
     LARGE_BYTES = 32 << 20, /* from here on, threads take shares twice as large: fewer
                                of them write where another one has written before */
 };
@@ -295,6 +296,14 @@ bytes_of(const Gather *gather)
                                                       : gather->size * gather->itemsize;
 }
 
+/* The copy engine had best find a place in the caches. But while there is little to do,
+ * threads spend most of it on fetching lines that others have written before. */
+static int
+streams(const Gather *gather, size_t nbytes)
+{
+    return gather->is_one_block && nbytes >= SHARED_BYTES && nbytes < LARGE_BYTES;
+}
+
 /* Cut it into pieces. Return 0, or -1 with MemoryError set. */
 static int
 cut(Passage *passage, Piece *single)
@@ -380,7 +389,7 @@ StagingRing_memcpy_htod_async(PyObject *op, PyObject *const *args, Py_ssize_t na
         cut(&passage, &single) < 0 || htod_reserve(state, &copy, nbytes) < 0) {
         goto done;
     }
-    passage.gather.is_streamed = 0; /* the copy engine is to find it in the caches */
+    passage.gather.is_streamed = streams(&passage.gather, nbytes);
     passage.dest = copy.dest.ptr;
     passage.stream = copy.stream.handle;
     copy.host.hold = Py_NewRef(self->memory);
