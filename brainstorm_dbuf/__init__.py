@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from . import hooks
     from .access import access_for
     from .cuda_handler import CudaHandler
+    from .data_parallel import DataParallel
     from .from_iterable import FromIterable
     from .prefetch import Prefetch
     from .trainer import DoubleBufferedTrainer, run_network
@@ -75,6 +76,7 @@ __version__ = "0.1.0"
 
 _WITH_BRAINSTORM = {
     "CudaHandler": ("cuda_handler", "CudaHandler"),
+    "DataParallel": ("data_parallel", "DataParallel"),
     "DoubleBufferedTrainer": ("trainer", "DoubleBufferedTrainer"),
     "FromIterable": ("from_iterable", "FromIterable"),
     "Prefetch": ("prefetch", "Prefetch"),
@@ -90,6 +92,7 @@ __all__ = [
     "CudaError",
     "CudaHandler",
     "CudaMemoryError",
+    "DataParallel",
     "Device",
     "DeviceArray",
     "DeviceMemory",

@@ -143,7 +143,7 @@ class CudaAccess:
         self.staging: _cuda.StagingRing | None = None
         self.wrap = wrap
         self._array_type = array_type
-        self._address = address
+        self.address = address
         self.set_from_numpy = set_from_numpy
         self.running = running
 
@@ -186,13 +186,17 @@ class CudaAccess:
         """Queue the copy of page-locked rows of the handler's dtype to ``front``."""
         _cuda.memcpy_htod_rows_async(self._end(front), array, self.compute_stream)
 
+    def get_as_it_lies(self, array: Any, into: np.ndarray) -> None:
+        """Queue the copy of the handler's array to page-locked memory of its dtype."""
+        _cuda.memcpy_dtoh_async(into, self._end(array), self.compute_stream)
+
     def nbytes(self, array: Any) -> int:
         """Bytes of an array once it is of the handler's dtype."""
         return math.prod(array.shape) * self.dtype.itemsize
 
     def _end(self, front: Any) -> Any:
         """Return an array as the binding takes it; of one of ours it knows the size."""
-        return front if isinstance(front, _cuda.DeviceArray) else self._address(front)
+        return front if isinstance(front, _cuda.DeviceArray) else self.address(front)
 
     def copy_to_front(self, front: Any, source: int, nbytes: int) -> None:
         """Queue a copy of ``nbytes`` at ``source`` into the network's array ``front``.
@@ -200,7 +204,7 @@ class CudaAccess:
         An input that shares its buffer with other layers' outputs is a slice of their
         common feature axis: its rows are copied with a pitch.
         """
-        address = self._address(front)
+        address = self.address(front)
         row, pitch = _rows(front.shape, front.strides, self.dtype.itemsize)
         if row == pitch:
             _cuda.memcpy_dtod_async(address, source, nbytes, self.compute_stream)

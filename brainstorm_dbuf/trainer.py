@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import types
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import brainstorm
 from brainstorm.data_iterators import DataIterator
 
+from .data_parallel import in_lockstep
 from .feed import check_depth
 from .held_memory import DEFAULT_LIMIT, check_limit
 from .iterators import source_of
@@ -77,6 +79,7 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
         self.nvtx = check_nvtx(nvtx)
         self.feed_stats: FeedStats | None = None
 
+    @in_lockstep
     def train(
         self, net: Any, training_data_iter: DataIterator, **named_data_iters: Any
     ) -> None:
@@ -127,7 +130,8 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
                 return feed.run_network(net, iterator, all_inputs)
 
             last: list[Generator[int, None, None]] = []
-            train = _with_feeder(brainstorm.Trainer.train, feeder, last)
+            plain = inspect.unwrap(brainstorm.Trainer.train)
+            train = _with_feeder(plain, feeder, last)
             try:
                 train(self, net, training_data_iter, **named_data_iters)
             finally:
