@@ -55,7 +55,9 @@ class DataParallel(TrainingStepper):
     __undescribed__ = {"comm", "rank", "ranks", "_lockstep", "_trainer"}
     __default_values__ = {"cuda_aware": False}
 
-    def __init__(self, stepper: Any, comm: Any = None, cuda_aware: bool = False) -> None:
+    def __init__(
+        self, stepper: Any, comm: Any = None, cuda_aware: bool = False
+    ) -> None:
         if not isinstance(stepper, TrainingStepper) or isinstance(
             stepper, DataParallel
         ):

@@ -149,9 +149,7 @@ class HostMessage:
 class StagedMessage(HostMessage):
     """In page-locked memory, for arrays on a device; they are scaled there."""
 
-    def __init__(
-        self, comm: Any, size: int, handler: Any, access: CudaAccess
-    ) -> None:
+    def __init__(self, comm: Any, size: int, handler: Any, access: CudaAccess) -> None:
         self._handler, self._access = handler, access
         super().__init__(comm, size, access.dtype)
 
@@ -174,9 +172,7 @@ class StagedMessage(HostMessage):
 class DeviceMessage:
     """In the memory of the device; only the slots come to the host."""
 
-    def __init__(
-        self, comm: Any, size: int, handler: Any, access: CudaAccess
-    ) -> None:
+    def __init__(self, comm: Any, size: int, handler: Any, access: CudaAccess) -> None:
         self._comm, self._handler, self._access = comm, handler, access
         self.slots = np.zeros((place_in(comm)[1], SLOT), access.dtype)
         self._all = handler.allocate((size + self.slots.size,))

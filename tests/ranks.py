@@ -8,6 +8,8 @@ and KIND of the handler.
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -118,7 +120,9 @@ def parity(kind, make_comm=lambda: None, **options):
             alone = make_net(kind, spec)
             clip(alone, name)
             start = alone.get("parameters")
-            train(alone, make_stepper(), Minibatches(SIZE, shuffle=False, **make_data()))
+            train(
+                alone, make_stepper(), Minibatches(SIZE, shuffle=False, **make_data())
+            )
             seen[f"{step} {name}"] = {
                 "prefetched": trainer.feed_stats.prefetched,
                 "weights": net.get("parameters").tolist(),
@@ -325,6 +329,18 @@ def not_in_step(kind):
 def ends_with_an_error(kind):
     """Rank 1's error is caught by nobody."""
     fails_in_a_hook(make_net(kind), dbuf.DataParallel(STEPPERS["sgd"]()), dbuf.Trainer)
+
+
+class KilledOnRank1(bs.hooks.Hook):
+    def __call__(self, epoch_nr, update_nr, net, stepper, logs):
+        if COMM.rank == 1 and epoch_nr == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def is_killed(kind):
+    """Rank 1 is gone without a word."""
+    stepper = dbuf.DataParallel(STEPPERS["sgd"]())
+    train(make_net(kind), stepper, of_this_rank(make_data()), hooks=[KilledOnRank1()])
 
 
 if __name__ == "__main__":
