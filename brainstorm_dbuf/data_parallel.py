@@ -26,14 +26,16 @@ class DataParallel(TrainingStepper):
     sees its own rank's samples.
 
     Training starts with the weights of rank 0, and they stay equal on all ranks to the
-    bit. Random numbers are each rank's own: give their handlers (dropout) and iterators
-    different seeds. Losses in the logs are those of the rank's own samples.
+    bit (a value modifier that draws random numbers must draw the same everywhere). Else
+    random numbers are each rank's own: give handlers (dropout) and iterators different
+    seeds. Losses in the logs are those of the rank's own samples.
 
     Every rank runs every hook. Where one stops or fails, or has fewer minibatches in an
     epoch than the others, they learn of it at their next update, and ``train`` raises
     on all of them. It must be called as often on each.
 
-    Attributes of the stepper inside, such as ``learning_rate``, are this one's too.
+    Attributes of the stepper inside, such as ``learning_rate``, are this one's too. Made
+    again from its description it takes ``MPI.COMM_WORLD``.
 
     Args:
         stepper: a ``brainstorm.training`` stepper.

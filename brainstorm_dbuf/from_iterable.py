@@ -11,11 +11,13 @@ from brainstorm.data_iterators import DataIterator
 
 
 class FromIterable(DataIterator):
-    """Make a data iterator of a PyTorch DataLoader, a generator function, a list.
+    """Make a data iterator of a DataLoader, a data set of Ray's, a generator, a list.
 
     A minibatch is a mapping of names to arrays, or with ``names`` a sequence of arrays
     (or one array alone). Arrays are whatever NumPy takes as one, PyTorch's CPU tensors
-    among them; arrays on a device are passed on as they are.
+    among them; arrays on a device are passed on as they are. Of a data set of Ray's it
+    is ``FromIterable(dataset.iter_batches(batch_size=100), has_time=False)``, and each
+    epoch executes it anew; its columns are the network's inputs.
 
     Args:
         source: what to go through once an epoch: an iterable that can be gone through
@@ -31,7 +33,7 @@ class FromIterable(DataIterator):
 
     Raises:
         TypeError: ``source`` is neither; it can be gone through once only; or a
-            minibatch is not what ``names`` says.
+            minibatch is not what ``names`` says, or holds no numbers.
         ValueError: there is no minibatch, or it has another number of arrays than there
             are names.
     """
@@ -115,6 +117,12 @@ class FromIterable(DataIterator):
         if hasattr(value, "__cuda_array_interface__"):
             return value
         array = np.asarray(value)
+        if array.dtype.kind in "OSUmM":
+            raise TypeError(
+                f"input {name!r}: expected an array of numbers, got one of shape "
+                f"{array.shape} and dtype {array.dtype} (arrays of unlike shapes make "
+                "one of objects)"
+            )
         if self.has_time:
             return array
         if array.ndim == 0:

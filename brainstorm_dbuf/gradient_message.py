@@ -1,7 +1,7 @@
 """The message that ranks add up: gradients, and behind them a slot for each rank.
 
-A slot is three numbers. Each rank writes its own and leaves the others zero, so that the
-sum which averages the gradients also tells every rank of every other.
+A slot is three numbers. Each rank writes its own and leaves the others zero, so that
+the sum which averages the gradients also tells every rank of every other.
 
 * :class:`HostMessage` for gradients that are NumPy's.
 * :class:`StagedMessage` for gradients on a CUDA device, through page-locked memory.

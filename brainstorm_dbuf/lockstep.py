@@ -1,9 +1,9 @@
 """Lockstep: the ranks of a communicator train together, or learn that they do not.
 
-Ranks only ever meet to add up one message, and every message says in its slots what each
-rank is about: it starts, it has gradients of an epoch, it has ended, it has failed. So a
-rank that leaves training, however it does, meets the others once more and says so. All
-see the same slots: either all go on, or all raise, and nobody waits for who is gone.
+Ranks only ever meet to add up one message, and every message says in its slots what
+each rank is about: it starts, it has gradients of an epoch, it has ended, it has failed.
+So a rank that leaves training, however it does, meets the others once more and says so.
+All see the same slots: either all go on, or all raise, and nobody waits for who is gone.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class Lockstep:
         return (
             "DataParallel: the ranks are not in step: "
             + _listed(_about(*slot) for slot in slots)
-            + ". Their iterators must have equal numbers of minibatches, and a hook that "
-            "stops one must stop all"
+            + ". Their iterators must have equal numbers of minibatches, and a hook "
+            "that stops one must stop all"
         )
 
 

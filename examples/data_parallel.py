@@ -3,8 +3,8 @@
     python examples/data_parallel.py                  # alone
     mpiexec -n 2 python examples/data_parallel.py     # two ranks, half the digits each
 
-Minibatches of 50 are shared out, so that the weights come out as on one rank, but for
-what shuffling does. Needs mpi4py, an MPI (or the package mpich) and scikit-learn.
+Each minibatch of 50 is shared out among the ranks, which shuffle their own digits.
+Needs mpi4py, an MPI (or the package mpich) and scikit-learn.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What the tests of DataParallel run on every rank: ``mpiexec -n 2 python ranks.py``.
 
-Each rank writes what it saw as JSON to ``DIRECTORY/RANK.json``, where the test that has
-started it looks. Arguments: DIRECTORY CASES KIND, with CASES the name of a function below
-and KIND of the handler.
+Each rank writes what it saw as JSON to ``DIRECTORY/RANK.json``, where the test that
+has started it looks. Arguments: DIRECTORY CASES KIND, with CASES the name of a function
+below and KIND of the handler.
 """
 
 from __future__ import annotations

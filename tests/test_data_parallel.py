@@ -5,11 +5,9 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +23,7 @@ from brainstorm_dbuf.gradient_message import DeviceMessage, StagedMessage
 from brainstorm_dbuf.lockstep import Lockstep, State
 from coded import Job, coded, codes
 from conftest import KIND, NEEDS_FAKE, SUBPROCESS_PATH, skip_without
+from beyond import mpiexec, needs_mpi
 from parity import assert_same
 
 HERE = Path(__file__).resolve().parent
@@ -32,31 +31,9 @@ EXAMPLE = HERE.parent / "examples" / "data_parallel.py"
 STEPPERS = ("sgd", "momentum", "nesterov", "adam")
 NETS = ("mlp", "lstm", "clipped")
 
-beside = Path(sys.executable).with_name("mpiexec")
-MPIEXEC = str(beside) if beside.exists() else shutil.which("mpiexec")
-needs_mpi = pytest.mark.skipif(
-    MPIEXEC is None or find_spec("mpi4py") is None,
-    reason="needs mpi4py and mpiexec (pip install 'brainstorm-dbuf[test]')",
-)
 needs_fake = pytest.mark.skipif(KIND == "real", reason=NEEDS_FAKE)
 
 pytestmark = pytest.mark.timeout(90)
-
-
-def mpiexec(*command, ranks=2):
-    return subprocess.run(
-        [MPIEXEC, "-n", str(ranks), sys.executable, *map(str, command)],
-        env={
-            **os.environ,
-            "PYTHONPATH": SUBPROCESS_PATH,
-            # The ranks share the processors, and BLAS would take them all.
-            "OPENBLAS_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        timeout=80,
-        check=False,
-    )
 
 
 def on_two_ranks(tmp_path, cases, kind="numpy"):

@@ -125,6 +125,13 @@ def test_no_random_number_is_drawn():
         ([batch(0)], {"names": NAMES}, TypeError, "leave out names="),
         ([(1,)], {"names": NAMES}, ValueError, "of 2 arrays, for .*, got one of 1"),
         ([1], {"names": "default"}, TypeError, "got the string 'default'"),
+        (
+            [[np.array([np.ones(1), np.ones(2)], object)]],
+            {"names": ["a"]},
+            TypeError,
+            r"'a': expected an array of numbers, got one of shape \(2,\) and dtype obj",
+        ),
+        ([{"a": np.array(["b"])}], {}, TypeError, "'a': expected an array of numbers"),
         ([3.0], {"names": ["a"], "has_time": False}, ValueError, "'a'.*got a number"),
     ],
 )
