@@ -34,8 +34,8 @@ class DataParallel(TrainingStepper):
     epoch than the others, they learn of it at their next update, and ``train`` raises
     on all of them. It must be called as often on each.
 
-    Attributes of the stepper inside, such as ``learning_rate``, are this one's too. Made
-    again from its description it takes ``MPI.COMM_WORLD``.
+    Attributes of the stepper inside, such as ``learning_rate``, are this one's too.
+    Made again from its description it takes ``MPI.COMM_WORLD``.
 
     Args:
         stepper: a ``brainstorm.training`` stepper.

@@ -1,9 +1,9 @@
 """Lockstep: the ranks of a communicator train together, or learn that they do not.
 
 Ranks only ever meet to add up one message, and every message says in its slots what
-each rank is about: it starts, it has gradients of an epoch, it has ended, it has failed.
-So a rank that leaves training, however it does, meets the others once more and says so.
-All see the same slots: either all go on, or all raise, and nobody waits for who is gone.
+each rank is about: it starts, it has gradients of an epoch, it has ended or failed. So
+a rank that leaves training, however it does, meets the others once more and says so.
+All see the same slots: all go on or all raise, and nobody waits for who is gone.
 """
 
 from __future__ import annotations

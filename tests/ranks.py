@@ -1,8 +1,8 @@
 """What the tests of DataParallel run on every rank: ``mpiexec -n 2 python ranks.py``.
 
 Each rank writes what it saw as JSON to ``DIRECTORY/RANK.json``, where the test that
-has started it looks. Arguments: DIRECTORY CASES KIND, with CASES the name of a function
-below and KIND of the handler.
+has started it looks, and what Python has to say to ``DIRECTORY/RANK.err``. Arguments:
+DIRECTORY CASES KIND, with CASES the name of a function below and KIND of the handler.
 """
 
 from __future__ import annotations
@@ -345,6 +345,8 @@ def is_killed(kind):
 
 if __name__ == "__main__":
     directory, cases, kind = sys.argv[1:]
+    # mpiexec mixes what the ranks write.
+    sys.stderr = open(Path(directory, f"{COMM.rank}.err"), "w", buffering=1)
     if cases != "brainstorms_trainer":
         # However small, each minibatch is prepared by a worker during the step before.
         from brainstorm_dbuf import feed

@@ -1,8 +1,8 @@
 """What the tests of Ray Data run: ``python ray_session.py FILE KINDS``.
 
 In one Ray, and a process of its own, so that Ray's threads and warnings do not outlive
-it. What was seen is written to FILE as JSON, where test_ray.py looks. KINDS are those of
-the handlers.
+it. What was seen is written to FILE as JSON, where test_ray.py looks. KINDS are those
+of the handlers.
 """
 
 from __future__ import annotations
