@@ -7,6 +7,7 @@ of the handlers.
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import sys
@@ -165,11 +166,13 @@ def ragged(kind):
 def what_is_left():
     """Return the threads and busy workers that do not end in some seconds.
 
-    Ray leaves the thread that it fetches blocks by parked (of a pass that was not gone
-    through to its end), whoever iterates.
+    Of a pass that was not gone through to its end Ray leaves the thread that it fetches
+    blocks by parked, and on Python 3.10 the next garbage collection ends the others,
+    whoever iterates.
     """
     deadline = time.monotonic() + WAIT_SECONDS
     while True:
+        gc.collect()
         threads = {t.name for t in threading.enumerate()} - STANDING - {"Prefetcher"}
         is_idle = ray.available_resources().get("CPU") == 1.0
         if (is_idle and not threads) or time.monotonic() > deadline:
