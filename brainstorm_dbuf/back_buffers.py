@@ -103,7 +103,7 @@ class HostSlot:
         self._dtype = access.dtype
         self._block = np.empty(0, np.uint8)
         self._places: list[Place] = []
-        self.direct = self.source_in_use = False
+        self.direct = self.source_in_use = self.lies_still = False
         # What the last `fill` spent on getting memory, in seconds.
         self.reserve_seconds = 0.0
 
@@ -185,13 +185,18 @@ class DeviceSlot:
         self._memory: _cuda.DeviceMemory | None = None
         # What the arrays that are lent keep alive.
         self._loan: _Loan | None = None
-        # Owned: where the inputs lie that wait on the host.
+        # Owned: where the inputs lie that wait on the host. Minibatches take its halves
+        # in turn: the one before may not have been handed over yet.
         self._host: np.ndarray | None = None
         self._host_address = 0
+        self._half_nbytes = 0
+        self._half = 0
         # Whether those of this minibatch do.
         self._waits = False
         self._copied = _cuda.Event(access.context, blocking_sync=True)
-        self._consumed = _cuda.Event(access.context)
+        # Recorded once what takes the last minibatch of each half is queued.
+        self._consumed = (_cuda.Event(access.context), _cuda.Event(access.context))
+        self._last_consumed: _cuda.Event | None = None
         # Owned, where the feed is timed.
         clock = access.copy_clock
         self.timer = None if clock is None else CopyTimer(clock)
@@ -231,6 +236,11 @@ class DeviceSlot:
         """Whether `fill` has queued copies straight from the user's own arrays."""
         return bool(self._direct)
 
+    @property
+    def lies_still(self) -> bool:
+        """Whether `fill` has queued copies from data that nobody writes to."""
+        return bool(self._direct) and not self.source_in_use
+
     def fill(
         self, arrays: Mapping[str, np.ndarray | OneHotIndices], kind: Any = None
     ) -> None:
@@ -254,8 +264,9 @@ class DeviceSlot:
             arrays = self._plan(arrays)
             self._kind = kind
         stream = self._access.copy_stream
-        if self._consumed.recorded:
-            stream.wait_event(self._consumed)
+        if self._last_consumed is not None:
+            stream.wait_event(self._last_consumed)
+        self._half ^= 1
         if self.timer is not None:
             self.timer.begin(stream)
         # First what keeps the link busy while the rest is being gathered.
@@ -335,12 +346,13 @@ class DeviceSlot:
             if front is None or not place.nbytes:
                 continue
             if self._waits_on_host(place):
-                self._access.unpack(front, self._host_address + place.offset, place)
+                address = self._host_address + self._host_offset(place)
+                self._access.unpack(front, address, place)
             elif place.dtype == self._dtype:
                 self._access.copy_to_front(front, self._address(place), place.nbytes)
             else:
                 self._access.unpack(front, self._address(place), place)
-        self._consumed.record(compute)
+        self._record_consumed()
 
     def lend(self) -> dict[str, Any]:
         """Return the inputs as the handler's own arrays over this slot's memory.
@@ -360,7 +372,7 @@ class DeviceSlot:
 
     def take_back(self) -> None:
         """End :meth:`lend`: what was queued until now still reads this minibatch."""
-        self._consumed.record(self._access.compute_stream)
+        self._record_consumed()
         if _is_held(self._loan):
             self._memory = self._kind = None
         self._loan = None
@@ -402,19 +414,30 @@ class DeviceSlot:
         dtype = array.dtype if crosses_as_it_is else self._dtype
         return Place(name, array.shape, dtype), array
 
+    def _record_consumed(self) -> None:
+        """This minibatch is taken once what is queued on the compute stream has run."""
+        self._last_consumed = self._consumed[self._half]
+        self._last_consumed.record(self._access.compute_stream)
+
     def _is_consumed(self) -> bool:
-        """Say whether what was here before has been taken, as far as the host knows."""
-        return not self._consumed.recorded or self._consumed.query()
+        """Say whether what lay in this half is taken, as far as the host knows."""
+        event = self._consumed[self._half]
+        return not event.recorded or event.query()
 
     def _wait_consumed(self) -> None:
-        if not self._is_consumed():
-            self._consumed.synchronize()
+        for event in self._consumed:
+            if event.recorded and not event.query():
+                event.synchronize()
 
     def _waits_on_host(self, place: Place) -> bool:
         return place.may_wait and self._waits
 
     def _on_host(self, place: Place) -> np.ndarray:
-        return np.ndarray(place.held_shape, place.dtype, self._host, place.offset)
+        offset = self._host_offset(place)
+        return np.ndarray(place.held_shape, place.dtype, self._host, offset)
+
+    def _host_offset(self, place: Place) -> int:
+        return self._half * self._half_nbytes + place.offset
 
     def _address(self, place: Place) -> int:
         return int(self._memory) + place.offset
@@ -462,13 +485,14 @@ class DeviceSlot:
     def _reserve_host(self, nbytes: int) -> None:
         """Make room for the inputs that wait on the host."""
         started = time.perf_counter()
-        if nbytes > (0 if self._host is None else self._host.nbytes):
+        if nbytes > self._half_nbytes:
             self._wait_consumed()
-            self._host = None
+            self._host, self._half_nbytes = None, 0
             self._host = _cuda.pagelocked_empty(
-                nbytes, np.uint8, context=self._access.context
+                2 * nbytes, np.uint8, context=self._access.context
             )
             self._host_address = self._host.ctypes.data
+            self._half_nbytes = nbytes
         self.reserve_seconds += time.perf_counter() - started
 
 

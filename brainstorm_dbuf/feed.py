@@ -12,10 +12,12 @@ over, or is about to be since the trainer waits for it, while the network trains
 A worker costs a hand-off between threads for each minibatch. Where preparing one takes
 less of the host's time, the trainer's thread prepares it itself: for a device it queues
 the copy of minibatch k + 1 before it starts step k, so the copy runs during the step all
-the same. On the host, and for the smallest minibatches everywhere, there is nothing to
-gain, and they go straight into the network. Each pass starts that way, and starts its
-worker once its minibatches, with those of the passes before, have shown that it pays.
-Small minibatches so cost what they cost in brainstorm's own loop.
+the same. Of data that lie still in memory it queues as many as there are back buffers,
+since nobody can tell how far ``next`` has gone: the link has work also where a step is
+late. On the host, and for the smallest minibatches everywhere, there is nothing to gain,
+and they go straight into the network. Each pass starts that way, and starts its worker
+once its minibatches, with those of the passes before, have shown that it pays. Small
+minibatches so cost what they cost in brainstorm's own loop.
 
 Threads. The trainer's thread alone touches the network. The worker owns the iterator
 from its start to its end, holds no lock while it runs the user's code, and passes on
@@ -306,9 +308,9 @@ class Pass:
         self._is_first = True
         # A minibatch that was fetched already, and how many seconds that took.
         self._given: tuple[Any, float] | None = None
-        # Whether the last minibatch went through a back buffer, so that the trainer's
-        # thread may queue the next one's copy ahead of the step.
-        self._queues_ahead = False
+        # How many copies the trainer's thread may queue ahead of the step: of minibatches
+        # like the last one, if that went through a back buffer.
+        self._queues_ahead = 0
         self._worker: threading.Thread | None = None
         self._pid = os.getpid()
         self._ended = False
@@ -380,9 +382,12 @@ class Pass:
                 self._is_permitted = False
                 self._changed.notify_all()
         elif self._feed.pays:
-            self._start_worker()
+            # It begins where everything that was fetched has been handed over.
+            if not self._ready:
+                self._start_worker()
         elif self._queues_ahead and not self._feed.input_layer.puts():
-            self._prepare_ahead()
+            while len(self._ready) < self._queues_ahead:
+                self._prepare_ahead()
 
     def straight_into(self, net: Any) -> Iterator[None]:
         """Put minibatches that are as the last one into the network, one a value.
@@ -434,6 +439,7 @@ class Pass:
         """Prepare the next minibatch now; whatever happens shows when its turn comes."""
         try:
             self._ready.append(self._prepare(inline=True))
+            return
         except StopIteration:
             self._ready.append(_End())
         except KeyboardInterrupt:
@@ -441,6 +447,7 @@ class Pass:
             raise
         except BaseException as error:
             self._ready.append(_End(error))
+        self._queues_ahead = 0
 
     def _start_worker(self) -> None:
         self._feed.before_worker()
@@ -575,7 +582,9 @@ class Pass:
         if self._feed.timings is not None:
             self._time(batch, inline, fetched - fetching, fetched, staged)
         self._is_first = False
-        self._queues_ahead = batch.slot is not None
+        self._queues_ahead = 0 if batch.slot is None else 1
+        if batch.slot is not None and batch.slot.lies_still:
+            self._queues_ahead = self._feed.input_layer.most_ahead
         return batch
 
     def _time(

@@ -108,6 +108,11 @@ class DoubleBufferedInput:
 
     # ------------------------------ before the step ------------------------------ #
 
+    @property
+    def most_ahead(self) -> int:
+        """How many minibatches can wait in back buffers."""
+        return self._allowed - self._lends
+
     def stage(
         self,
         data: Mapping[str, Any],
@@ -124,7 +129,7 @@ class DoubleBufferedInput:
         Args:
             data: what the iterator yielded.
             names: the network's inputs; other entries are left alone. None for all.
-            inline: the network takes this minibatch next, in this thread.
+            inline: this is the thread that hands minibatches over.
             is_over: whether nobody wants it any more, so that it need not wait for a
                 back buffer. Asked again after :meth:`wake`.
 
@@ -144,7 +149,7 @@ class DoubleBufferedInput:
                 self._names, self._kind = names, kind
         if kind.on_device or (inline and not self._access.queues_copies):
             return Batch(kind, data=arrays)
-        while (slot := self._claim(is_over)) is not None:
+        while (slot := self._claim(is_over, may_wait=not inline)) is not None:
             try:
                 slot.fill(arrays, kind)
             except MemoryError as error:
@@ -186,8 +191,13 @@ class DoubleBufferedInput:
                 f"{tuple(array.shape)} and strides {tuple(array.strides)}"
             )
 
-    def _claim(self, is_over: Callable[[], bool]) -> HostSlot | DeviceSlot | None:
-        """Return a new slot, a free one, or None where there is memory for none."""
+    def _claim(
+        self, is_over: Callable[[], bool], may_wait: bool
+    ) -> HostSlot | DeviceSlot | None:
+        """Return a new slot, a free one, or None where there is memory for none.
+
+        Who gives slots back must not wait for one: None where there were more once.
+        """
         with self._lock:
             while (
                 self._slots
@@ -195,6 +205,8 @@ class DoubleBufferedInput:
                 and not self._free
                 and not is_over()
             ):
+                if not may_wait:
+                    return None
                 self._lock.wait()
             if is_over():
                 return None

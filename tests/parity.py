@@ -162,8 +162,8 @@ def poison_back_buffers(monkeypatch):
                     memory.fill(0xFF)
         if self._memory is not None and self._memory.nbytes:
             stream = self._access.copy_stream
-            if self._consumed.recorded:
-                stream.wait_event(self._consumed)
+            if self._last_consumed is not None:
+                stream.wait_event(self._last_consumed)
             dbuf.memset_d8_async(self._memory, 0xFF, self._memory.nbytes, stream)
         device_fill(self, *arguments)
 

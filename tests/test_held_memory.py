@@ -19,7 +19,7 @@ from brainstorm.data_iterators import (
     Minibatches,
     Undivided,
 )
-from brainstorm_dbuf import access, feed, held_memory
+from brainstorm_dbuf import access, back_buffers, feed, held_memory
 from brainstorm_dbuf._cuda import extent
 from brainstorm_dbuf.held_memory import HeldMemory
 from brainstorm_dbuf.input_layer import DoubleBufferedInput
@@ -107,6 +107,60 @@ def test_data_of_minibatches_are_page_locked_once(
         assert registrations(driver) == 2
     for array in named.values():
         assert not dbuf.is_pagelocked(array)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("changes", [False, True])
+def test_data_that_lie_still_are_queued_as_far_ahead_as_there_are_back_buffers(
+    changes, depth, device, driver, monkeypatch
+):
+    """Where an iterator writes to its data, one minibatch: they are the user's."""
+    fill = back_buffers.DeviceSlot.fill
+    filled, ahead = [], []
+
+    def noted_fill(self, *arguments):
+        fill(self, *arguments)
+        filled.append(id(self))
+
+    monkeypatch.setattr(back_buffers.DeviceSlot, "fill", noted_fill)
+    iterator = minibatches(data(count=8))
+    if changes:
+        iterator = From(lambda: iter(list(minibatches(data(count=8))(None))))
+    job = Job(device, driver, depth=depth, also=lambda _: ahead.append(len(filled)))
+    job.train(iterator)
+    assert job.seen == codes(*range(8))
+    most = 1 if changes else depth
+    assert ahead == [min(8, step + 1 + most) for step in range(8)]
+    assert len(set(filled)) == depth
+
+
+@pytest.mark.parametrize("lends", [False, True])
+@pytest.mark.parametrize("slots", [0, 1, 2])
+def test_with_memory_for_fewer_back_buffers_fewer_are_ahead(slots, lends, fake, driver):
+    named = data(count=8)
+    job = Job("device", driver, depth=3)
+    job.stepper.start(job.net)
+    job.net.provide_external_data(next(minibatches(named)(None)))
+    slot = sum(array.nbytes for array in named.values()) // 8
+    fake.set_limits(
+        device_bytes=fake.live()["device_bytes"] + slots * (slot + 2048) + 512
+    )
+    with pytest.warns(dbuf.FeedWarning, match="ran short") as caught:
+        if lends:
+            with dbuf.Prefetch(minibatches(named), depth=2) as prefetch:
+                for lent in prefetch(job.net.handler):
+                    job.net.provide_external_data(lent)
+                    del lent
+                    job.stepper.run()
+            stats = prefetch.stats
+        else:
+            job.train(minibatches(named))
+            stats = job.stats
+    fake.set_limits()
+    assert job.seen == codes(*range(8))
+    assert len(caught) == len(stats.fallbacks) == 1
+    # The first for which there is none meets a thread that must not wait.
+    assert stats.direct == (8 - lends if slots else 0)
 
 
 def test_shuffled_data_train_to_the_same_weights(device, driver):
