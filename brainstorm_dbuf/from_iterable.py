@@ -65,7 +65,7 @@ class FromIterable(DataIterator):
         self.source = source
         self.names = None if names is None else tuple(names)
         self.has_time = has_time
-        if length is None and hasattr(source, "__len__"):
+        if length is None and hasattr(source, "__len__") and not callable(source):
             length = len(source)
         self.length = length
         # What is left of the pass whose first minibatch was looked at.

@@ -67,6 +67,19 @@ def test_a_generator_function_trains(kind, driver, way):
     assert len(made) == 2
 
 
+def test_the_function_may_be_a_class():
+    class Passes:
+        def __len__(self):
+            raise AssertionError("of an object, not of the class")
+
+        def __iter__(self):
+            return iter([batch(0), batch(1)])
+
+    iterator = dbuf.FromIterable(Passes)
+    assert iterator.length is None
+    assert len([*iterator()]) == len([*iterator()]) == 2
+
+
 def test_with_shapes_nothing_is_fetched_before_its_time():
     def never():
         raise AssertionError

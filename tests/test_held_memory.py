@@ -123,6 +123,8 @@ def test_data_that_lie_still_are_queued_as_far_ahead_as_there_are_back_buffers(
         filled.append(id(self))
 
     monkeypatch.setattr(back_buffers.DeviceSlot, "fill", noted_fill)
+    # However busy this machine is, no worker.
+    monkeypatch.setattr(feed, "WORTH_A_WORKER_SECONDS", 10.0)
     iterator = minibatches(data(count=8))
     if changes:
         iterator = From(lambda: iter(list(minibatches(data(count=8))(None))))
