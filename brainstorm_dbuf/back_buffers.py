@@ -19,10 +19,12 @@ been taken and the next minibatch may come).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import sys
 import time
+import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -126,6 +128,7 @@ class HostSlot:
             Place(name, array.shape, self._dtype) for name, array in arrays.items()
         ]
         needed = lay_out(self._places)
+        self._leave_to_holders()
         if needed > self._block.nbytes:
             self._block = np.empty(needed, np.uint8)
         for place in self._places:
@@ -142,12 +145,18 @@ class HostSlot:
         """Return the inputs as arrays over this slot's memory.
 
         They stay right for as long as somebody holds them: a block that is still
-        looked at is left to its holders, see :meth:`take_back`.
+        looked at when the next minibatch comes is left to its holders.
         """
         return {place.name: self._view(place) for place in self._places}
 
     def take_back(self) -> None:
         """End :meth:`lend`."""
+
+    def _leave_to_holders(self) -> None:
+        """Give the block up if somebody still looks at what was lent.
+
+        Not before the next minibatch comes: a loop lets go of its last one only then.
+        """
         if _is_held(self._block):
             self._block = np.empty(0, np.uint8)
 
@@ -183,8 +192,8 @@ class DeviceSlot:
         self._dtype = access.dtype
         # Owned. Freeing it waits for the device.
         self._memory: _cuda.DeviceMemory | None = None
-        # What the arrays that are lent keep alive.
-        self._loan: _Loan | None = None
+        # What the arrays that were lent keep alive; it may be gone.
+        self._loan: weakref.ref[_Loan] | None = None
         # Owned: where the inputs lie that wait on the host. Minibatches take its halves
         # in turn: the one before may not have been handed over yet.
         self._host: np.ndarray | None = None
@@ -260,6 +269,7 @@ class DeviceSlot:
         """
         self.reserve_seconds = 0.0
         self.source_in_use = False
+        self._leave_to_holders()
         if kind is None or kind is not self._kind or not self._lie_as_before(arrays):
             arrays = self._plan(arrays)
             self._kind = kind
@@ -357,14 +367,18 @@ class DeviceSlot:
     def lend(self) -> dict[str, Any]:
         """Return the inputs as the handler's own arrays over this slot's memory.
 
-        Work that is queued on the compute stream from now on finds them filled.
+        Work that is queued on the compute stream from now on finds them filled. They
+        stay right for as long as somebody holds them: memory that is still looked at
+        when the next minibatch comes is left to its holders.
         """
-        self._access.compute_stream.wait_event(self._copied)
-        self._loan = _Loan(self._memory)
+        compute = self._access.compute_stream
+        compute.wait_event(self._copied)
+        loan = _Loan(self._memory, self._consumed[self._half], compute)
+        self._loan = weakref.ref(loan)
         arrays = {}
         for place in self._places:
             lent = self._unpacked.get(place.name, place)
-            array = self._access.wrap(self._loan, lent.offset, lent.shape)
+            array = self._access.wrap(loan, lent.offset, lent.shape)
             if lent is not place and place.nbytes:
                 self._access.unpack(array, self._address(place), place)
             arrays[place.name] = array
@@ -373,7 +387,10 @@ class DeviceSlot:
     def take_back(self) -> None:
         """End :meth:`lend`: what was queued until now still reads this minibatch."""
         self._record_consumed()
-        if _is_held(self._loan):
+
+    def _leave_to_holders(self) -> None:
+        """As :meth:`HostSlot._leave_to_holders`."""
+        if self._loan is not None and self._loan() is not None:
             self._memory = self._kind = None
         self._loan = None
 
@@ -503,13 +520,26 @@ class _Loan:
     tell whether anybody still looks at it.
     """
 
-    __slots__ = ("memory",)
+    __slots__ = ("memory", "_consumed", "_stream", "__weakref__")
 
-    def __init__(self, memory: _cuda.DeviceMemory | None) -> None:
+    def __init__(
+        self,
+        memory: _cuda.DeviceMemory | None,
+        consumed: _cuda.Event,
+        stream: _cuda.Stream,
+    ) -> None:
         self.memory = memory
+        self._consumed = consumed
+        self._stream = stream
 
     def __int__(self) -> int:
         return 0 if self.memory is None else int(self.memory)
+
+    def __del__(self) -> None:
+        # Who has held it until now may have read it after take_back(). Where the driver
+        # is gone, nobody can write to it either.
+        with contextlib.suppress(_cuda.CudaError, ValueError):
+            self._consumed.record(self._stream)
 
 
 def _is_held(owner: object) -> bool:

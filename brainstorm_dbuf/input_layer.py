@@ -110,8 +110,12 @@ class DoubleBufferedInput:
 
     @property
     def most_ahead(self) -> int:
-        """How many minibatches can wait in back buffers."""
-        return self._allowed - self._lends
+        """How many minibatches can wait in back buffers.
+
+        Beside the one that is lent, and the one before, which may still be held.
+        """
+        beside = self._allowed - self._lends
+        return max(beside - self._lends, min(beside, 1))
 
     def stage(
         self,

@@ -150,10 +150,12 @@ def poison_back_buffers(monkeypatch):
     host_fill, device_fill = back_buffers.HostSlot.fill, back_buffers.DeviceSlot.fill
 
     def poisoned_host_fill(self, *arguments):
+        self._leave_to_holders()
         self._block.fill(0xFF)
         host_fill(self, *arguments)
 
     def poisoned_device_fill(self, *arguments):
+        self._leave_to_holders()
         self.wait_copied()
         if self._access.staging is not None:
             self._access.copy_stream.synchronize()

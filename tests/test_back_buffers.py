@@ -179,6 +179,25 @@ def test_what_was_lent_is_read_before_the_slot_is_filled_again(
     assert (seen.values() == 1).all()
 
 
+@drained_first
+def test_what_a_loop_reads_of_its_last_minibatch_is_still_that(
+    first, driver, access, slow
+):
+    """It lets go of a minibatch after the slot was taken back, and may read it then."""
+    slot, seen = access.new_slot(), Front((2, 3, 4))
+    slot.fill(full(1))
+    lent = slot.lend()["default"]
+    slot.take_back()
+    slow(None, 100)
+    dbuf.memcpy_dtod_async(seen.ptr, int(lent.owner) + lent.offset, 96)
+    before = slot.nbytes
+    del lent
+    slot.fill(full(2))
+    assert slot.nbytes == before
+    drain(driver, access, first)
+    assert (seen.values() == 1).all()
+
+
 def test_a_new_slot_is_never_cleared_on_another_stream(driver, access, slow):
     """The first slot is in use, the NULL stream is busy, a second one is made (07)."""
     used, front, other = access.new_slot(), Front((2, 3, 4)), Front((2, 3, 4))

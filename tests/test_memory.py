@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 import brainstorm_dbuf as dbuf
+import brainstorm as bs
 from binding_tools import pinned
-from brainstorm_dbuf import access
+from brainstorm.data_iterators import Minibatches
+from brainstorm_dbuf import access, held_memory
 from brainstorm_dbuf.access import LEAST_PLACE_BYTES, STAGING_PLACES
 from coded import FEATURES, From, Hook, Job, batch, coded, codes, workers
 from parity import assert_same, force_worker, make_handler
@@ -106,14 +108,41 @@ def test_an_update_makes_a_handful_of_calls(fake, driver, way, through_ring):
 
 
 @pytest.mark.parametrize("depth", [2, 3])
-def test_later_epochs_ask_for_no_memory_either(
-    depth, fake, driver, way, through_ring
-):
+def test_later_epochs_ask_for_no_memory_either(depth, fake, driver, way, through_ring):
     made, waits, _ = calls_of_updates(
         fake, driver, coded(5), 5 * depth + 1, depth=depth, epochs=depth + 4
     )
     assert set(made) <= STEADY_AT_FIRST, made
     assert waits == 0
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize("lies_still", [False, True])
+def test_brainstorms_own_trainer_allocates_nothing_for_a_prefetch(
+    lies_still, depth, fake, driver, way, monkeypatch
+):
+    """Its loop holds a minibatch until it has the next one."""
+    monkeypatch.setattr(held_memory, "REGION_MIN_BYTES", 0)
+    if lies_still:
+        numbers = np.arange(12, dtype=np.float32).reshape(1, 12, 1)
+        arrays = {"default": numbers, "targets": numbers + 1000}
+        rows = 16384 // FEATURES + 1  # enough to be copied from where they lie
+        arrays = {
+            name: np.repeat(np.repeat(array, rows, 1), FEATURES, 2)
+            for name, array in arrays.items()
+        }
+        iterator = Minibatches(rows, shuffle=False, **arrays)
+    else:
+        iterator = coded(12)
+    job, counts = Job("device", driver), []
+    trainer = bs.Trainer(job.stepper, verbose=False)
+    trainer.add_hook(bs.hooks.StopAfterEpoch(3))
+    job.stepper.also = lambda step: counts.append(fake.calls("cuMemAlloc"))
+    with dbuf.Prefetch(iterator, depth) as prefetch:
+        trainer.train(job.net, prefetch)
+        assert job.seen == codes(*range(12)) * 3
+        assert prefetch.stats.direct == (36 if lies_still else 0)
+    assert counts[-1] == counts[12 if way == "worker" else 6]
 
 
 def page_locked_source(count, size=12000):
