@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from .commands import Refused, make_handler, need_brainstorm, positive
+from .held_memory import memory_size
+
 
 DESCRIPTION = """\
 Train a network on a data set in brainstorm's HDF5 format.
@@ -294,22 +296,63 @@ def load(path: str, task: str) -> dict[str, dict[str, np.ndarray]]:
     except OSError as error:
         raise Refused(f"--data {path}: {error}") from None
     with file:
-        group = file["normalized_split"] if "normalized_split" in file else file
+        group = file
+        if "normalized_split" in file:
+            group = _group(path, file, "normalized_split")
         if "training" not in group:
             raise Refused(
                 f"--data {path}: there is no group 'training' in {group.name!r}, only "
                 f"{sorted(group)}"
             )
-        sets = {"training": _read(path, group["training"], task)}
+        sets = {"training": _read(path, _group(path, group, "training"), task)}
         for name in ("validation", "test"):
             if name in group:
-                sets["validation"] = _read(path, group[name], task)
+                sets["validation"] = _read(path, _group(path, group, name), task)
                 break
     for name in ("default", "targets"):
         shapes = {part: arrays[name].shape[2:] for part, arrays in sets.items()}
         if len(set(shapes.values())) > 1:
             raise Refused(f"--data {path}: {name} differs in shape: {shapes}")
     return sets
+
+
+def _group(path: str, parent: Any, name: str) -> Any:
+    import h5py
+
+    found = parent.get(name)  # None for a link that leads nowhere
+    if not isinstance(found, h5py.Group):
+        raise Refused(
+            f"--data {path}: {name!r} in {parent.name!r} is not a group but "
+            f"{'a broken link' if found is None else 'a data set'}"
+        )
+    return found
+
+
+def _array(where: str, group: Any, name: str) -> np.ndarray:
+    """Read a data set once it is known to be numbers that fit into memory."""
+    import h5py
+
+    found = group.get(name)
+    if not isinstance(found, h5py.Dataset) or found.shape is None:
+        raise Refused(
+            f"{where}/{name}: expected a data set of numbers, got "
+            f"{'a broken link' if found is None else found}"
+        )
+    if len(found.shape) < 3 or found.dtype.kind not in "biuf" or 0 in found.shape:
+        raise Refused(
+            f"{where}/{name}: expected numbers of shape (T, N, ...), got "
+            f"{found.dtype} of {found.shape}"
+        )
+    # A file of a few bytes can claim any shape.
+    if found.nbytes > memory_size():
+        raise Refused(
+            f"{where}/{name}: {found.nbytes:,} bytes, which is more than the memory of "
+            f"this machine, {memory_size():,}"
+        )
+    try:
+        return found[:]
+    except OSError as error:
+        raise Refused(f"{where}/{name}: {error}") from None
 
 
 def _read(path: str, group: Any, task: str) -> dict[str, np.ndarray]:
@@ -319,13 +362,7 @@ def _read(path: str, group: Any, task: str) -> dict[str, np.ndarray]:
         raise Refused(
             f"{where} has no {' and no '.join(missing)}, only {sorted(group)}"
         )
-    data = {name: group[name][:] for name in ("default", "targets")}
-    for name, array in data.items():
-        if array.ndim < 3 or array.dtype.kind not in "biuf" or 0 in array.shape:
-            raise Refused(
-                f"{where}/{name}: expected numbers of shape (T, N, ...), got "
-                f"{array.dtype} of {array.shape}"
-            )
+    data = {name: _array(where, group, name) for name in ("default", "targets")}
     if data["default"].shape[:2] != data["targets"].shape[:2]:
         raise Refused(
             f"{where}: default is of {data['default'].shape} and targets of "
