@@ -2,6 +2,7 @@
 #   make demo    venv, brainstorm, build, and the main job on real data
 #   make test    the same set-up, then all tests
 #   make wheel   the same set-up, then source package and manylinux wheel in dist
+#   make soak    the same set-up, then random trainings for two minutes
 #   make docs    the same set-up, then the pages in docs: build/docs/index.html
 # On a machine with an NVIDIA GPU, with its own python3 and without a network:
 #   make gpu-demo   the main job on CudaHandler and on PyCudaHandler
@@ -17,7 +18,7 @@ BIN = $(VENV)/bin
 # The package is installed in place: only what is compiled asks for another install.
 SOURCES = setup.py pyproject.toml build_backend/with_nvcc.py $(wildcard src/*/*)
 
-.PHONY: demo test docs bench wheel gpu-build gpu-demo gpu-test gpu-memcheck gpu-bench clean
+.PHONY: demo test docs soak bench wheel gpu-build gpu-demo gpu-test gpu-memcheck gpu-bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/digits.py --timeline feed.png
@@ -27,6 +28,10 @@ test: $(VENV)/installed
 
 docs: $(VENV)/installed
 	$(BIN)/python -m sphinx -b html -W --keep-going -n -q -d build/doctrees docs build/docs
+
+soak: $(VENV)/installed
+	for handler in numpy device cuda; do \
+		$(BIN)/python tests/soak.py --handler $$handler --minutes 0.67 || exit 1; done
 
 bench: $(VENV)/installed
 	$(BIN)/python bench/small_batches.py

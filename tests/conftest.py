@@ -81,7 +81,7 @@ def _quick_collections():
     gc.freeze()
 
 
-@pytest.fixture(scope="session")
+@functools.cache
 def _fake_library():
     return control.FakeCuda(os.environ["BRAINSTORM_DBUF_LIBCUDA"])
 
@@ -134,26 +134,33 @@ def _forget_failures():
         vars(sys).pop(name, None)
 
 
-@pytest.fixture
-def driver(request):
-    """A driver with a context current in this thread; ``fake`` steers the stand-in.
-
-    After the test nothing of ours may be left in it.
-    """
+@contextlib.contextmanager
+def a_driver():
+    """Give the driver of this process, with a context current in this thread."""
     if KIND == "real":
         with _real_context() as context:
             yield SimpleNamespace(kind="real", fake=None, context=context)
             gc.collect()
         return
-    fake = request.getfixturevalue("_fake_library")
-    _forget_failures()
-    gc.collect()
+    fake = _fake_library()
     fake.reset()
     # As PyCUDA does: a context of its own, current in the thread that trains.
     context = fake.create_context()
     yield SimpleNamespace(kind="fake", fake=fake, context=context)
     gc.collect()
     assert not any(fake.damage().values()), fake.damage()
+
+
+@pytest.fixture
+def driver():
+    """A driver with a context current in this thread; ``fake`` steers the stand-in.
+
+    After the test nothing of ours may be left in it.
+    """
+    _forget_failures()
+    gc.collect()
+    with a_driver() as driver:
+        yield driver
 
 
 @pytest.fixture
