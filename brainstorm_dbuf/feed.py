@@ -270,7 +270,11 @@ class Feed:
         with self.new_pass(iterator) as batches:
             for batch in batches:
                 lent = self.input_layer.lend(batch)
-                batches.handed_over()
+                # Arrays that are lent as they were given are the iterator's to use
+                # again once `next` is called.
+                stays_as_given = batch.slot is None
+                if not stays_as_given:
+                    batches.handed_over()
                 if timings is not None:
                     timings.begin_step()
                 try:
@@ -281,6 +285,8 @@ class Feed:
                     # The worker may wait for this slot, also when the pass ends here.
                     del lent
                     self.input_layer.take_back(batch)
+                if stays_as_given:
+                    batches.handed_over()
 
 
 class Pass:

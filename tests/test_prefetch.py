@@ -406,3 +406,32 @@ def test_an_error_in_the_loop_leaves_no_worker_once_it_is_dropped(kind, driver, 
     # As long as somebody holds the traceback, it holds the half-used pass.
     gc.collect()
     assert workers() == []
+
+
+class Reused:
+    """Iterators over minibatches in one pair of arrays, which say when `next` comes."""
+
+    def __init__(self):
+        self.asked = threading.Event()
+
+    def __call__(self):
+        arrays = batch(0)
+        for k in range(3):
+            arrays["default"][...], arrays["targets"][...] = k, k + 1000
+            yield arrays
+            arrays["default"].fill(-1)
+            self.asked.set()
+
+
+def test_the_minibatch_before_the_worker_starts_is_safe_from_it(
+    kind, driver, monkeypatch
+):
+    force_worker(monkeypatch)
+    handler = make_handler(kind, driver)
+    reused = Reused()
+    with dbuf.Prefetch(From(reused)) as iterator:
+        for k, data in enumerate(iterator(handler)):
+            reused.asked.wait(0.1)
+            assert the_value(handler.get_numpy_copy(data["default"])) == k
+            reused.asked.clear()
+            del data
