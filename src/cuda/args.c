@@ -1,6 +1,8 @@
 /* Arguments of METH_FASTCALL functions: the cases that the inline fast path leaves. */
 #include "binding.h"
 
+#include <limits.h>
+
 int
 unpack_slowly(const Signature *signature, PyObject *const *args, Py_ssize_t nargs,
               PyObject *kwnames, PyObject **out)
@@ -45,10 +47,44 @@ unpack_slowly(const Signature *signature, PyObject *const *args, Py_ssize_t narg
     return 0;
 }
 
+PyObject *
+index_argument(const char *what, PyObject *object)
+{
+    if (!PyIndex_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "%s must be an integer, not %.200s", what,
+                     Py_TYPE(object)->tp_name);
+        return NULL;
+    }
+    return PyNumber_Index(object);
+}
+
+int
+int_argument(const char *what, PyObject *object, int *value)
+{
+    if (object == NULL) {
+        return 0;
+    }
+    PyObject *index = index_argument(what, object);
+    if (index == NULL) {
+        return -1;
+    }
+    int overflow = 0;
+    long wide = PyLong_AsLongAndOverflow(index, &overflow);
+    int fits = !overflow && wide >= INT_MIN && wide <= INT_MAX;
+    if (fits) {
+        *value = (int)wide;
+    }
+    else {
+        PyErr_Format(PyExc_ValueError, "%s %R is out of range", what, index);
+    }
+    Py_DECREF(index);
+    return fits ? 0 : -1;
+}
+
 int
 size_argument(const char *what, PyObject *object, size_t *size)
 {
-    PyObject *index = PyNumber_Index(object);
+    PyObject *index = index_argument(what, object);
     if (index == NULL) {
         return -1;
     }
@@ -72,7 +108,7 @@ size_argument(const char *what, PyObject *object, size_t *size)
 int
 address_argument(const char *what, PyObject *object, unsigned long long *address)
 {
-    PyObject *index = PyNumber_Index(object);
+    PyObject *index = index_argument(what, object);
     if (index == NULL) {
         return -1;
     }

@@ -340,6 +340,21 @@ unpack(const Signature *signature, PyObject *const *args, Py_ssize_t nargs,
 #define FASTCALL(function) \
     ((PyCFunction)(void (*)(void))(function)), METH_FASTCALL | METH_KEYWORDS
 
+/* The integer that an object stands for. New reference, or NULL with a TypeError that
+ * names it or what the object's own code raised. */
+PyObject *index_argument(const char *what, PyObject *object);
+
+/* An int; NULL leaves *value. Return 0, or -1 with TypeError or ValueError set. */
+int int_argument(const char *what, PyObject *object, int *value);
+
+/* An item of a dict, NULL if it has none. New reference: code that runs while one item
+ * is read may change the dict. */
+static inline PyObject *
+dict_item(PyObject *dict, const char *name)
+{
+    return Py_XNewRef(PyDict_GetItemString(dict, name));
+}
+
 /* A count of bytes or elements. Return 0, or -1 with TypeError or ValueError set. */
 int size_argument(const char *what, PyObject *object, size_t *size);
 

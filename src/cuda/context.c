@@ -258,10 +258,12 @@ Context_primary(PyObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"ordinal", NULL};
     ModuleState *state = (ModuleState *)PyType_GetModuleState((PyTypeObject *)type);
+    PyObject *given = NULL;
     int ordinal = 0;
     CUdevice device = 0;
     CUcontext handle = NULL;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|i:primary", names, &ordinal)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:primary", names, &given) ||
+        int_argument("ordinal", given, &ordinal) < 0) {
         return NULL;
     }
     PyObject *described = device_new(state, ordinal); /* for its checks and messages */

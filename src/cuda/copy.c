@@ -168,9 +168,10 @@ copy_host(PyObject *module, const HostCopy *copy, PyObject *const *args,
     const char *host_role = copy->to_device ? "src" : "dest";
     if (device_end_resolve(state, device_role, given[copy->to_device ? 0 : 1],
                            copy->to_device, &device) < 0 ||
+        copy_stream(state, given[2], &device, &device, &stream) < 0 ||
+        /* Last: the others may run code, which may resize what the host's end is. */
         host_end_resolve(state, host_role, given[copy->to_device ? 1 : 0],
-                         !copy->to_device, &host) < 0 ||
-        copy_stream(state, given[2], &device, &device, &stream) < 0) {
+                         !copy->to_device, &host) < 0) {
         goto done;
     }
     if (host.nbytes == 0) {

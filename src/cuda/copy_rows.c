@@ -81,8 +81,9 @@ memcpy_htod_rows_async(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     HostRows rows;
     if (unpack(&signature, args, nargs, kwnames, given) < 0 ||
         device_end_resolve(state, "dest", given[DEST], 1, &copy.dest) < 0 ||
-        rows_argument(signature.function, given[SRC], &rows) < 0 ||
-        copy_stream(state, given[STREAM], &copy.dest, &copy.dest, &copy.stream) < 0) {
+        copy_stream(state, given[STREAM], &copy.dest, &copy.dest, &copy.stream) < 0 ||
+        /* Last: the others may run code, which may resize src. */
+        rows_argument(signature.function, given[SRC], &rows) < 0) {
         goto done;
     }
     if (rows.width == 0) {

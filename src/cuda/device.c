@@ -40,8 +40,10 @@ static PyObject *
 Device_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"ordinal", NULL};
+    PyObject *given = NULL;
     int ordinal = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|i:Device", names, &ordinal)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O:Device", names, &given) ||
+        int_argument("ordinal", given, &ordinal) < 0) {
         return NULL;
     }
     return device_new((ModuleState *)PyType_GetModuleState(type), ordinal);
@@ -76,16 +78,15 @@ get_attribute(DeviceObject *self, int number, int *value)
 static PyObject *
 Device_attribute(PyObject *op, PyObject *argument)
 {
-    int value;
-    long number = PyLong_AsLong(argument);
-    if (number == -1 && PyErr_Occurred()) {
+    int number = 0, value;
+    if (int_argument("number", argument, &number) < 0) {
         return NULL;
     }
-    if (number < 0 || number > INT_MAX) {
-        return PyErr_Format(PyExc_ValueError, "there is no device attribute %ld",
+    if (number < 0) {
+        return PyErr_Format(PyExc_ValueError, "there is no device attribute %d",
                             number);
     }
-    if (get_attribute((DeviceObject *)op, (int)number, &value) < 0) {
+    if (get_attribute((DeviceObject *)op, number, &value) < 0) {
         return NULL;
     }
     return PyLong_FromLong(value);

@@ -224,10 +224,13 @@ measure_interface(const char *role, PyObject *shape, PyObject *strides, size_t i
         }
         is_empty |= dim == 0;
         if (strides != NULL && dim > 1) {
-            Py_ssize_t stride = PyNumber_AsSsize_t(PyTuple_GET_ITEM(strides, i), NULL);
-            if (stride == -1 && PyErr_Occurred()) {
+            PyObject *index =
+                index_argument("a stride", PyTuple_GET_ITEM(strides, i));
+            if (index == NULL) {
                 return -1;
             }
+            Py_ssize_t stride = PyNumber_AsSsize_t(index, NULL); /* or the nearest */
+            Py_DECREF(index);
             is_contiguous &= stride >= 0 && (size_t)stride == total;
         }
         if (dim != 0 && __builtin_mul_overflow(total, dim, &total)) {
@@ -249,6 +252,12 @@ static int
 measure_typestr(const char *role, PyObject *typestr, size_t *itemsize)
 {
     PyArray_Descr *descr = NULL;
+    if (!PyUnicode_Check(typestr)) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: typestr of __cuda_array_interface__ must be a str, not %s",
+                     role, Py_TYPE(typestr)->tp_name);
+        return -1;
+    }
     if (!PyArray_DescrConverter(typestr, &descr)) {
         return -1;
     }
@@ -258,21 +267,13 @@ measure_typestr(const char *role, PyObject *typestr, size_t *itemsize)
     return result;
 }
 
-/* From object.__cuda_array_interface__. Return 0, or -1 with an error set. */
+/* From the items of an interface, NULL where it has none. Return 0, or -1 with an error
+ * set. */
 static int
-device_end_of_interface(const char *role, PyObject *interface, int writable,
-                        DeviceEnd *end)
+device_end_of_items(const char *role, PyObject *shape, PyObject *typestr,
+                    PyObject *data, PyObject *strides, PyObject *mask, int writable,
+                    DeviceEnd *end)
 {
-    if (!PyDict_Check(interface)) {
-        PyErr_Format(PyExc_TypeError, "%s: __cuda_array_interface__ is no dict", role);
-        return -1;
-    }
-    /* All borrowed from the dict, which the caller holds. */
-    PyObject *shape = PyDict_GetItemString(interface, "shape");
-    PyObject *typestr = PyDict_GetItemString(interface, "typestr");
-    PyObject *data = PyDict_GetItemString(interface, "data");
-    PyObject *strides = PyDict_GetItemString(interface, "strides");
-    PyObject *mask = PyDict_GetItemString(interface, "mask");
     if (shape == NULL || typestr == NULL || data == NULL || !PyTuple_Check(data) ||
         PyTuple_GET_SIZE(data) != 2) {
         PyErr_Format(
@@ -300,6 +301,30 @@ device_end_of_interface(const char *role, PyObject *interface, int writable,
     end->ptr = (CUdeviceptr)address;
     end->size_is_known = 1;
     return 0;
+}
+
+/* From object.__cuda_array_interface__. Return 0, or -1 with an error set. */
+static int
+device_end_of_interface(const char *role, PyObject *interface, int writable,
+                        DeviceEnd *end)
+{
+    if (!PyDict_Check(interface)) {
+        PyErr_Format(PyExc_TypeError, "%s: __cuda_array_interface__ is no dict", role);
+        return -1;
+    }
+    PyObject *shape = dict_item(interface, "shape");
+    PyObject *typestr = dict_item(interface, "typestr");
+    PyObject *data = dict_item(interface, "data");
+    PyObject *strides = dict_item(interface, "strides");
+    PyObject *mask = dict_item(interface, "mask");
+    int result = device_end_of_items(role, shape, typestr, data, strides, mask,
+                                     writable, end);
+    Py_XDECREF(shape);
+    Py_XDECREF(typestr);
+    Py_XDECREF(data);
+    Py_XDECREF(strides);
+    Py_XDECREF(mask);
+    return result;
 }
 
 /* From an int, or an object that stands for an address (PyCUDA's DeviceAllocation).

@@ -348,6 +348,12 @@ array_from_arguments(PyObject *module, const Signature *signature,
             PyErr_Clear();
             PyErr_Format(PyExc_ValueError, "shape %R is out of range", given[SHAPE]);
         }
+        else if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Clear();
+            PyErr_Format(PyExc_TypeError,
+                         "shape must be an int or a sequence of ints, not %R",
+                         given[SHAPE]);
+        }
         return NULL;
     }
     if (given[DTYPE] == NULL) {

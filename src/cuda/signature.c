@@ -17,7 +17,14 @@ is_such_array(PyObject *array, PyObject *shape, PyObject *dtype)
         return 0;
     }
     for (int i = 0; i < ndim; i++) {
-        Py_ssize_t size = PyLong_AsSsize_t(PyTuple_GET_ITEM(shape, i));
+        PyObject *item = PyTuple_GET_ITEM(shape, i);
+        if (!PyLong_Check(item)) {
+            PyErr_Format(PyExc_TypeError,
+                         "signature: expected a shape of integers, got %.100s in it",
+                         Py_TYPE(item)->tp_name);
+            return 0;
+        }
+        Py_ssize_t size = PyLong_AsSsize_t(item);
         if (size != PyArray_DIM(self, i)) {
             return 0; /* -1 with an error among them: the caller looks */
         }

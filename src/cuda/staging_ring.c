@@ -468,10 +468,11 @@ StagingRing_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"memory", "places", "context", NULL};
     ModuleState *state = (ModuleState *)PyType_GetModuleState(type);
-    PyObject *memory, *context_object = Py_None;
-    Py_ssize_t places = 16;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|nO:StagingRing", names, &memory,
-                                     &places, &context_object) ||
+    PyObject *memory, *given = NULL, *context_object = Py_None;
+    int places = 16;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O|OO:StagingRing", names, &memory,
+                                     &given, &context_object) ||
+        int_argument("places", given, &places) < 0 ||
         check_memory(state, memory, places) < 0) {
         return NULL;
     }
@@ -487,7 +488,7 @@ StagingRing_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->context = context;
     self->memory = Py_NewRef(memory);
     self->start = PyArray_BYTES((PyArrayObject *)memory);
-    self->places = (int)places;
+    self->places = places;
     /* Shares must not lie across the end of a place. */
     self->place_bytes = (size_t)(PyArray_NBYTES((PyArrayObject *)memory) / places);
     self->place_bytes -= self->place_bytes % (self->place_bytes >= GATHER_SHARE_BYTES

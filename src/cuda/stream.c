@@ -154,13 +154,14 @@ Stream_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {"context", "non_blocking", "priority", NULL};
     ModuleState *state = (ModuleState *)PyType_GetModuleState(type);
-    PyObject *context_object = Py_None;
+    PyObject *context_object = Py_None, *given = NULL;
     int non_blocking = 1, priority = 0;
     CUstream handle = NULL;
     CUresult status;
     Scope scope;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O$pi:Stream", names,
-                                     &context_object, &non_blocking, &priority)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O$pO:Stream", names,
+                                     &context_object, &non_blocking, &given) ||
+        int_argument("priority", given, &priority) < 0) {
         return NULL;
     }
     ContextObject *context = context_argument(state, context_object);

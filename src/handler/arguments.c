@@ -33,13 +33,19 @@ number_argument(const char *operation, const char *name, PyObject *object,
                 double *value)
 {
     *value = PyFloat_AsDouble(object);
-    if (*value == -1 && PyErr_Occurred()) {
-        PyErr_Clear();
+    if (*value != -1 || !PyErr_Occurred()) {
+        return 0;
+    }
+    /* What the object's own code has raised is left as it is. */
+    if (PyErr_ExceptionMatches(PyExc_TypeError)) {
         PyErr_Format(PyExc_TypeError, "%s: %s must be a number, got %.100s", operation,
                      name, Py_TYPE(object)->tp_name);
-        return -1;
     }
-    return 0;
+    else if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        PyErr_Format(PyExc_OverflowError, "%s: %s is too large for a float", operation,
+                     name);
+    }
+    return -1;
 }
 
 PyObject *

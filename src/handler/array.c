@@ -294,29 +294,57 @@ restride(const ArrayObject *self, int ndim, const Py_ssize_t *shape,
     return 0;
 }
 
+int
+axis_size(const char *operation, PyObject *object, Py_ssize_t *size)
+{
+    if (!PyIndex_Check(object)) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: a shape and strides are integers, got %.100s in them",
+                     operation, Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    PyObject *index = PyNumber_Index(object);
+    if (index == NULL) {
+        return -1;
+    }
+    *size = PyLong_AsSsize_t(index);
+    int status = *size == -1 && PyErr_Occurred() ? -1 : 0;
+    if (status < 0 && PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        PyErr_Clear();
+        PyErr_Format(PyExc_OverflowError,
+                     "%s: %R in a shape or strides is out of range", operation, index);
+    }
+    Py_DECREF(index);
+    return status;
+}
+
 /* Read a shape: a tuple or list of integers, or one integer. Return its length, or -1
  * with an error set. */
 int
 shape_argument(const char *operation, PyObject *object, Py_ssize_t *shape)
 {
     if (PyIndex_Check(object)) {
-        shape[0] = PyNumber_AsSsize_t(object, PyExc_OverflowError);
-        return shape[0] == -1 && PyErr_Occurred() ? -1 : 1;
+        return axis_size(operation, object, shape) < 0 ? -1 : 1;
     }
-    PyObject *sequence = PySequence_Fast(object, "a shape must be a tuple of integers");
+    if (!PySequence_Check(object)) {
+        PyErr_Format(PyExc_TypeError,
+                     "%s: a shape must be a tuple of integers, got %.100s", operation,
+                     Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    /* A copy: reading an item may run code that changes a list. */
+    PyObject *sequence = PySequence_Tuple(object);
     if (sequence == NULL) {
         return -1;
     }
-    Py_ssize_t ndim = PySequence_Fast_GET_SIZE(sequence);
+    Py_ssize_t ndim = PyTuple_GET_SIZE(sequence);
     if (ndim > MAX_DIMS) {
         PyErr_Format(PyExc_ValueError, "%s: a shape has at most %d axes, not %zd",
                      operation, MAX_DIMS, ndim);
         ndim = -1;
     }
     for (Py_ssize_t i = 0; i < ndim; i++) {
-        shape[i] = PyNumber_AsSsize_t(PySequence_Fast_GET_ITEM(sequence, i),
-                                      PyExc_OverflowError);
-        if (shape[i] == -1 && PyErr_Occurred()) {
+        if (axis_size(operation, PyTuple_GET_ITEM(sequence, i), &shape[i]) < 0) {
             ndim = -1;
         }
     }

@@ -16,6 +16,9 @@ ArrayObject *array_root(ArrayObject *self);
 /* A new reference to the dtype. */
 PyArray_Descr *array_dtype(const ArrayObject *self);
 
+/* One size or stride. Return 0, or -1 with an error set. */
+int axis_size(const char *operation, PyObject *object, Py_ssize_t *size);
+
 /* Read a shape: a tuple or list of integers, or one integer. Return its length, or -1
  * with an error set. */
 int shape_argument(const char *operation, PyObject *object, Py_ssize_t *shape);

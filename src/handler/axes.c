@@ -12,6 +12,9 @@ axis_argument(const char *operation, PyObject *object, int ndim, int *axis)
                          operation, Py_TYPE(object)->tp_name);
             return -1;
         }
+        if (!PyErr_ExceptionMatches(PyExc_IndexError)) {
+            return -1; /* of the object's own code */
+        }
         PyErr_Clear();
         value = ndim;
     }

@@ -30,6 +30,22 @@ state_of_core(PyTypeObject *type, PyObject **module)
     return NULL;
 }
 
+/* Any integer, of which 64 bits count. Return 0, or -1 with an error set. */
+static int
+seed_argument(PyObject *object, unsigned long long *seed)
+{
+    if (object == NULL) {
+        return 0;
+    }
+    PyObject *index = index_argument("seed", object);
+    if (index == NULL) {
+        return -1;
+    }
+    *seed = PyLong_AsUnsignedLongLongMask(index);
+    Py_DECREF(index);
+    return 0;
+}
+
 static int
 Core_init(PyObject *op, PyObject *args, PyObject *kwargs)
 {
@@ -37,9 +53,12 @@ Core_init(PyObject *op, PyObject *args, PyObject *kwargs)
     CoreObject *self = (CoreObject *)op;
     PyObject *module = NULL;
     unsigned long long seed = 0;
+    PyObject *given_seed = NULL, *given_device = NULL;
     int device = 0, tf32 = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|Kip:HandlerCore", names, &seed,
-                                     &device, &tf32)) {
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|OOp:HandlerCore", names,
+                                     &given_seed, &given_device, &tf32) ||
+        seed_argument(given_seed, &seed) < 0 ||
+        int_argument("device", given_device, &device) < 0) {
         return -1;
     }
     ModuleState *state = state_of_core(Py_TYPE(op), &module);
@@ -48,6 +67,14 @@ Core_init(PyObject *op, PyObject *args, PyObject *kwargs)
     }
     EngineObject *engine = engine_of_device(state, module, device);
     if (engine == NULL) {
+        return -1;
+    }
+    /* A method that is under way on another thread, or up the stack, uses the first. */
+    if (self->engine != NULL && self->engine != engine) {
+        PyErr_Format(PyExc_RuntimeError,
+                     "%.100s.__init__ was called already, for device %d",
+                     Py_TYPE(op)->tp_name, (int)self->engine->context->device);
+        Py_DECREF(engine);
         return -1;
     }
     self->tf32 = tf32;

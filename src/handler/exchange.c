@@ -280,9 +280,9 @@ read_sizes(PyObject *sequence, int ndim, Py_ssize_t unit, Py_ssize_t *values)
 {
     for (int i = 0; i < ndim; i++) {
         PyObject *item = PySequence_GetItem(sequence, i);
-        values[i] = item == NULL ? -1 : PyNumber_AsSsize_t(item, PyExc_OverflowError);
+        int status = item == NULL ? -1 : axis_size("as_array", item, &values[i]);
         Py_XDECREF(item);
-        if (PyErr_Occurred()) {
+        if (status < 0) {
             return -1;
         }
         if (values[i] % unit != 0) {
@@ -300,7 +300,8 @@ as_array(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwna
 {
     static const char *const names[] = {"obj", NULL};
     static const Signature signature = {"as_array", names, 1, 1};
-    PyObject *given = NULL, *described = NULL;
+    PyObject *given = NULL, *described = NULL, *typestr = NULL, *sizes = NULL;
+    PyObject *data = NULL, *steps = NULL, *stream = NULL, *mask = NULL;
     ArrayObject *array = NULL;
     Py_ssize_t shape[MAX_DIMS], strides[MAX_DIMS];
     EngineObject *engine = core_engine(self);
@@ -308,6 +309,9 @@ as_array(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwna
         return NULL;
     }
     described = PyObject_GetAttr(given, engine->state->str_cuda_array_interface);
+    if (described == NULL && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        goto done;
+    }
     if (described == NULL || !PyDict_Check(described)) {
         PyErr_Clear();
         PyErr_Format(PyExc_TypeError,
@@ -316,12 +320,12 @@ as_array(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwna
                      Py_TYPE(given)->tp_name);
         goto done;
     }
-    PyObject *typestr = PyDict_GetItemString(described, "typestr");
-    PyObject *sizes = PyDict_GetItemString(described, "shape");
-    PyObject *data = PyDict_GetItemString(described, "data");
-    PyObject *steps = PyDict_GetItemString(described, "strides");
-    PyObject *stream = PyDict_GetItemString(described, "stream");
-    PyObject *mask = PyDict_GetItemString(described, "mask");
+    typestr = dict_item(described, "typestr");
+    sizes = dict_item(described, "shape");
+    data = dict_item(described, "data");
+    steps = dict_item(described, "strides");
+    stream = dict_item(described, "stream");
+    mask = dict_item(described, "mask");
     if (typestr == NULL || !PyUnicode_Check(typestr) || sizes == NULL ||
         !PyTuple_Check(sizes) || data == NULL || !PyTuple_Check(data) ||
         PyTuple_GET_SIZE(data) != 2 || (mask != NULL && mask != Py_None)) {
@@ -362,6 +366,12 @@ as_array(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwna
         array->is_foreign = 1;
     }
 done:
+    Py_XDECREF(typestr);
+    Py_XDECREF(sizes);
+    Py_XDECREF(data);
+    Py_XDECREF(steps);
+    Py_XDECREF(stream);
+    Py_XDECREF(mask);
     Py_XDECREF(described);
     return (PyObject *)array;
 }
@@ -390,6 +400,25 @@ check_device(EngineObject *engine, int type, int ordinal)
     return -1;
 }
 
+/* What __dlpack_device__() gave. Return 0, or -1 with an error set. */
+static int
+read_device(PyObject *device, int *type, int *ordinal)
+{
+    if (!PyTuple_Check(device) || PyTuple_GET_SIZE(device) != 2) {
+        PyErr_Format(PyExc_TypeError,
+                     "from_dlpack: __dlpack_device__() must return (type, ordinal), "
+                     "got %.100s",
+                     Py_TYPE(device)->tp_name);
+        return -1;
+    }
+    const char *what = "from_dlpack: the device's type";
+    if (int_argument(what, PyTuple_GET_ITEM(device, 0), type) < 0) {
+        return -1;
+    }
+    what = "from_dlpack: the device's ordinal";
+    return int_argument(what, PyTuple_GET_ITEM(device, 1), ordinal);
+}
+
 static PyObject *
 from_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
@@ -405,6 +434,10 @@ from_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *k
     PyObject *method = PyObject_GetAttrString(given, "__dlpack__");
     PyObject *device =
         method == NULL ? NULL : PyObject_CallMethod(given, "__dlpack_device__", NULL);
+    if (device == NULL && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        Py_XDECREF(method);
+        return NULL;
+    }
     if (device == NULL) {
         PyErr_Clear();
         PyErr_Format(PyExc_TypeError,
@@ -415,7 +448,7 @@ from_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *k
         return NULL;
     }
     /* Asked first: NumPy's arrays take no stream. */
-    int type, ordinal, is_read = PyArg_ParseTuple(device, "ii", &type, &ordinal);
+    int type = 0, ordinal = 0, is_read = read_device(device, &type, &ordinal) == 0;
     Py_DECREF(device);
     if (!is_read || check_device(engine, type, ordinal) < 0) {
         Py_DECREF(method);
@@ -453,7 +486,7 @@ from_dlpack(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *k
                      (int)tensor->dtype.code, (int)tensor->dtype.bits);
         goto done;
     }
-    if (tensor->ndim > MAX_DIMS) {
+    if (tensor->ndim < 0 || tensor->ndim > MAX_DIMS) {
         PyErr_Format(PyExc_ValueError, "from_dlpack: %d axes, at most %d can be taken",
                      (int)tensor->ndim, MAX_DIMS);
         goto done;
