@@ -878,8 +878,8 @@ typedef struct {
 typedef struct {
     void *ptr;
     size_t nbytes;
-    PyObject *hold; /* owned: what keeps the memory alive */
-    int is_locked;  /* known to be page-locked (0: ask the driver) */
+    PyObject *hold;         /* owned: what keeps the memory alive */
+    int is_locked;          /* known to be page-locked (0: ask the driver) */
     ContextObject *context; /* borrowed, or NULL: any will do */
 } HostEnd;
 

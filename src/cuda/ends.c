@@ -224,8 +224,7 @@ measure_interface(const char *role, PyObject *shape, PyObject *strides, size_t i
         }
         is_empty |= dim == 0;
         if (strides != NULL && dim > 1) {
-            PyObject *index =
-                index_argument("a stride", PyTuple_GET_ITEM(strides, i));
+            PyObject *index = index_argument("a stride", PyTuple_GET_ITEM(strides, i));
             if (index == NULL) {
                 return -1;
             }
@@ -317,8 +316,8 @@ device_end_of_interface(const char *role, PyObject *interface, int writable,
     PyObject *data = dict_item(interface, "data");
     PyObject *strides = dict_item(interface, "strides");
     PyObject *mask = dict_item(interface, "mask");
-    int result = device_end_of_items(role, shape, typestr, data, strides, mask,
-                                     writable, end);
+    int result =
+        device_end_of_items(role, shape, typestr, data, strides, mask, writable, end);
     Py_XDECREF(shape);
     Py_XDECREF(typestr);
     Py_XDECREF(data);

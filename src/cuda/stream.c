@@ -21,8 +21,8 @@ stream_new(ModuleState *state, CUstream handle, int is_ours, ContextObject *cont
     self->context = (ContextObject *)Py_NewRef((PyObject *)context);
     self->owner = owner == Py_None ? NULL : Py_XNewRef(owner);
     self->ledger.stream = handle;
-    self->ledger.is_foreign = !is_ours && self->owner == NULL && handle != NULL &&
-                              handle != CU_STREAM_LEGACY;
+    self->ledger.is_foreign =
+        !is_ours && self->owner == NULL && handle != NULL && handle != CU_STREAM_LEGACY;
     live.streams += is_ours;
     return self;
 }

@@ -83,8 +83,8 @@ array_from_numpy(ArrayObject *self, const char *operation, const char *name,
         return -1;
     }
     PyArrayObject *ready = (PyArrayObject *)PyArray_FromArray(
-        given, array_dtype(self), NPY_ARRAY_CARRAY_RO | NPY_ARRAY_FORCECAST |
-                                     NPY_ARRAY_ENSUREARRAY);
+        given, array_dtype(self),
+        NPY_ARRAY_CARRAY_RO | NPY_ARRAY_FORCECAST | NPY_ARRAY_ENSUREARRAY);
     if (ready == NULL) {
         return -1;
     }
