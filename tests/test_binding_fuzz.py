@@ -179,3 +179,8 @@ def test_a_dlpack_device_that_is_none_is_refused(cuda, device):
 def test_what_is_no_integer_is_named(driver, kernels, call, name):
     with pytest.raises((TypeError, ValueError), match=name):
         call()
+
+
+def test_a_size_beyond_all_is_no_arrays_size():
+    signature = (("x", (2**63,), np.dtype("f4")),)
+    assert not _cuda.has_signature({"x": np.zeros(2, "f4")}, signature)

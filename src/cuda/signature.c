@@ -25,8 +25,9 @@ is_such_array(PyObject *array, PyObject *shape, PyObject *dtype)
             return 0;
         }
         Py_ssize_t size = PyLong_AsSsize_t(item);
-        if (size != PyArray_DIM(self, i)) {
-            return 0; /* -1 with an error among them: the caller looks */
+        if (size != PyArray_DIM(self, i)) { /* -1 with an error among them: too large */
+            PyErr_Clear();
+            return 0;
         }
     }
     PyArray_Descr *descr = PyArray_DESCR(self);
