@@ -76,11 +76,12 @@ struct EngineObject {
                            the first product that wants it */
     Block *blas_memory; /* owned: cuBLAS's workspace */
     EngineObject *next; /* borrowed: next in the list of all engines */
-    unsigned int processors; /* multiprocessors of the device */
-    unsigned int queued;     /* launches since the stream was last waited for */
-    volatile int *fault;     /* owned, page-locked: a kernel's complaint, see Fault */
-    void *scratch;           /* owned, page-locked: SCRATCH_BYTES for small reads */
-    int scratch_in_use;      /* one thread reads into it */
+    unsigned int processors;      /* multiprocessors of the device */
+    _Atomic(unsigned int) queued; /* launches since the stream was last waited for, by
+                                     any thread, mostly without the GIL */
+    volatile int *fault; /* owned, page-locked: a kernel's complaint, see Fault */
+    void *scratch;       /* owned, page-locked: SCRATCH_BYTES for small reads */
+    int scratch_in_use;  /* one thread reads into it */
     Pool pool;
 };
 

@@ -60,7 +60,7 @@ create_from_numpy(PyObject *self, PyObject *const *args, Py_ssize_t nargs,
     static const char *const names[] = {"arr", NULL};
     static const Signature signature = {"create_from_numpy", names, 1, 1};
     PyObject *given = NULL;
-    Py_ssize_t shape[MAX_DIMS];
+    Py_ssize_t shape[MAX_DIMS] = {0};
     EngineObject *engine = core_engine(self);
     if (engine == NULL || unpack(&signature, args, nargs, kwnames, &given) < 0) {
         return NULL;

@@ -192,7 +192,7 @@ sum_t(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames
         end = a->ndim > 0 ? first + 1 : 0;
         kept = a->ndim > 0 && out->ndim == a->ndim;
     }
-    Py_ssize_t shape[MAX_DIMS];
+    Py_ssize_t shape[MAX_DIMS] = {0};
     int ndim = 0;
     for (int i = 0; i < a->ndim; i++) {
         if (i < first || i >= end || kept) {
