@@ -2,10 +2,10 @@
 
 A :class:`Scheduler` stands for the module ``threading`` in the code under test. Its
 threads are real ones, but only the one that holds the baton runs: at each *point* (a
-lock is to be taken or was let go, a wait, a notification, a start, a call of
-:meth:`Scheduler.point`) it decides who goes on. A run is so told by its decisions alone,
-and :func:`explore` makes them all, up to a number of preemptions: of decisions that take
-the baton from a thread that could have gone on.
+lock is to be taken, a wait begins, an event is set, a thread is started or joined,
+:meth:`Scheduler.point` is called) it decides who goes on. So a run is told by its
+decisions alone, and :func:`explore` makes them all, up to a number of preemptions: of
+decisions that take the baton from a thread that could have gone on.
 
 What is between two points runs undisturbed, so a run shows what comes of the order of
 the points, not of two threads inside one line.
