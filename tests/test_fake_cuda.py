@@ -1503,6 +1503,18 @@ def test_failures_can_be_planned_in_rows_and_reset(d, fake):
         fake.fail("cuNoSuchThing")
 
 
+def test_failures_that_have_happened_make_room_for_others(d, fake):
+    address = c_void_p()
+    fake.fail("cuMemAlloc", nth=1000, code=1)
+    for _ in range(1000):
+        fake.fail("cuMemAlloc")
+        assert d.cuMemAlloc(byref(address), 4) == OUT_OF_MEMORY
+    assert d.cuMemAlloc(byref(address), 4) == INVALID_VALUE
+    with pytest.raises(RuntimeError, match="too many"):
+        for _ in range(1000):
+            fake.fail("cuMemAlloc", nth=1000)
+
+
 def test_a_failed_call_does_nothing(d, fake):
     address, target = d.device()
     fake.fail("cuMemFree", code=719)

@@ -194,12 +194,27 @@ fake_calls(int call)
     return calls;
 }
 
+/* Forget the failures that have happened. Called under the lock. */
+static void
+drop_past_failures(void)
+{
+    size_t kept = 0;
+    for (size_t i = 0; i < fake.failure_count; i++) {
+        struct failure *failure = &fake.failures[i];
+        if (fake.calls[failure->call] < failure->last) {
+            fake.failures[kept++] = *failure;
+        }
+    }
+    fake.failure_count = kept;
+}
+
 /* Let `times` calls fail, after `skip` more that do not. Return 0, or -1 if too many
    failures are planned already. */
 FAKE_EXPORT int
 fake_fail(int call, uint64_t skip, uint64_t times, int code)
 {
     lock();
+    drop_past_failures();
     bool room = fake.failure_count < MAX_FAILURES;
     if (room) {
         uint64_t first = fake.calls[call] + skip;
