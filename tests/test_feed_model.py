@@ -449,18 +449,18 @@ def strict(driver, kind, way, monkeypatch):
     seed=st.integers(0, 2**20),
 )
 def test_any_sequence_of_commands_is_brainstorms(
-    commands, mode, seed, kind, driver, way, strict
+    commands, mode, seed, fake, kind, driver, way, strict
 ):
     gc.collect()
-    before, theirs = live_objects(), driver.fake.live()
-    driver.fake.mode(mode, seed)
+    before, theirs = live_objects(), fake.live()
+    fake.mode(mode, seed)
     model = Model(kind, driver)
     for number, command in enumerate(commands):
         model.do(command, seed + number)
     del model
     gc.collect()
     assert live_objects() == before
-    assert driver.fake.live() == theirs
+    assert fake.live() == theirs
 
 
 @pytest.mark.parametrize("depth", [1, 3])
