@@ -469,15 +469,16 @@ class Pass:
         self._permits = self._feed.ahead
         # Known before it runs: Ctrl-C may come while it is being started.
         self._worker = worker
+        switching.begin(worker)
         try:
             worker.start()
         except RuntimeError as error:
+            switching.end(worker)
             self._worker = None
             self._feed.stats.note_fallback(
                 f"no worker thread ({error}): nothing is prefetched for now"
             )
             return
-        switching.begin()
         self._feed.stats.workers += 1
 
     def close(self, interrupted: bool = False) -> None:
@@ -517,7 +518,7 @@ class Pass:
         try:
             return self._join(worker, interrupted)
         finally:
-            switching.end()
+            switching.end(worker)
 
     def _join(self, worker: threading.Thread, interrupted: bool) -> bool:
         """Wait for the worker to end; False if its `next` has not returned in time."""

@@ -14,26 +14,29 @@ import threading
 INTERVAL_SECONDS = 2e-5
 
 _lock = threading.Lock()
-# How many workers are running, and the interval that held before the first. Guarded by
+# The workers that are running, and the interval that held before the first. Guarded by
 # the lock; of the module, since the interval is one of the whole process.
-_workers = 0
+_workers: set[threading.Thread] = set()
 _before = 0.0
 
 
-def begin() -> None:
+def begin(worker: threading.Thread) -> None:
     """A worker starts: shorten the interval, if it is longer."""
-    global _workers, _before
+    global _before
     with _lock:
-        if _workers == 0:
+        if not _workers:
             _before = sys.getswitchinterval()
-            sys.setswitchinterval(min(_before, INTERVAL_SECONDS))
-        _workers += 1
+        _workers.add(worker)
+        sys.setswitchinterval(min(_before, INTERVAL_SECONDS))
 
 
-def end() -> None:
-    """A worker has ended: put the interval back after the last one."""
-    global _workers
+def end(worker: threading.Thread) -> None:
+    """A worker has ended: put the interval back after the last one.
+
+    Harmless for one that has not begun, since Ctrl-C may come while it is being started.
+    """
     with _lock:
-        _workers -= 1
-        if _workers == 0:
-            sys.setswitchinterval(_before)
+        if worker in _workers:
+            _workers.remove(worker)
+            if not _workers:
+                sys.setswitchinterval(_before)

@@ -32,7 +32,7 @@ if KIND == "fake":
         os.environ["FAKE_CUDA_KERNELS"] = str(build.build_kernels())
 
 import brainstorm_dbuf as dbuf  # noqa: E402
-from brainstorm_dbuf import _cuda, access  # noqa: E402
+from brainstorm_dbuf import _cuda, access, switching  # noqa: E402
 from brainstorm_dbuf.compat import pycuda_guard  # noqa: E402
 
 # What a program of its own must have on its path to see what the tests see.
@@ -250,6 +250,7 @@ def nothing_left(request, driver):
         return  # its traceback holds what it had
     gc.collect()
     assert [t for t in threading.enumerate() if t.name == WORKER_NAME] == []
+    assert not switching._workers
     if KIND == "real":
         # What is in flight is let go when the context is waited for.
         dbuf.Context.current().synchronize()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import pytest
 
@@ -12,6 +13,9 @@ from parity import force_worker, make_handler, train
 
 import brainstorm as bs
 import numpy as np
+
+
+ONE, OTHER = threading.Thread(), threading.Thread()
 
 
 @pytest.fixture
@@ -48,16 +52,25 @@ def test_the_interval_is_short_during_training_and_put_back(
 
 def test_a_shorter_interval_of_the_users_is_kept(interval):
     sys.setswitchinterval(2e-5)
-    switching.begin()
+    switching.begin(ONE)
     assert sys.getswitchinterval() == pytest.approx(2e-5)
-    switching.end()
+    switching.end(ONE)
     assert sys.getswitchinterval() == pytest.approx(2e-5)
 
 
 def test_the_last_of_several_workers_puts_the_interval_back(interval):
-    switching.begin()
-    switching.begin()
-    switching.end()
+    switching.begin(ONE)
+    switching.begin(OTHER)
+    switching.end(ONE)
     assert sys.getswitchinterval() == pytest.approx(switching.INTERVAL_SECONDS)
-    switching.end()
+    switching.end(OTHER)
+    assert sys.getswitchinterval() == interval
+
+
+def test_a_worker_that_was_interrupted_as_it_started_counts_for_nothing(interval):
+    switching.end(ONE)
+    switching.begin(OTHER)
+    switching.end(ONE)
+    assert sys.getswitchinterval() == pytest.approx(switching.INTERVAL_SECONDS)
+    switching.end(OTHER)
     assert sys.getswitchinterval() == interval
