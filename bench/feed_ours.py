@@ -197,7 +197,7 @@ class Brainstorm:
     ) -> dict[str, Any]:
         import brainstorm_dbuf as dbuf
         import numpy as np
-        from large_batches import UpdateClock
+        from brainstorm_dbuf.bench import UpdateClock
 
         import brainstorm as bs
 

@@ -26,6 +26,7 @@ from gpu_handlers import GPU_HANDLERS, gpu_handler
 import brainstorm as bs
 import numpy as np
 from brainstorm.data_iterators import DataIterator, Minibatches
+from brainstorm_dbuf.bench import UpdateClock
 
 CLASSES = 10
 WARM_UP = 5
@@ -54,17 +55,6 @@ def make_net(options, handler):
     )
     net.set_handler(handler)
     return net
-
-
-class UpdateClock(bs.hooks.Hook):
-    """Note when each update ends."""
-
-    def __init__(self) -> None:
-        super().__init__(timescale="update")
-        self.ends: list[float] = []
-
-    def __call__(self, epoch_nr, update_nr, net, stepper, logs):
-        self.ends.append(time.perf_counter())
 
 
 def make_trainer(double_buffering):

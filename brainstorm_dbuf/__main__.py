@@ -43,30 +43,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="brainstorm-dbuf", description="Double-buffered input for brainstorm."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, run, summary, description in (
+    for name, run, summary, description, add_arguments in (
         (
             "info",
             _info,
             "what this machine has for training, and what is missing",
             _INFO,
+            None,
         ),
         (
             "check",
             _check,
             "whether double buffering is at work here, and right",
             _CHECK,
+            None,
         ),
         (
             "bench",
             bench_command.run,
             "what double buffering brings on this machine, measured",
             bench_command.DESCRIPTION,
+            bench_command.add_arguments,
         ),
         (
             "train",
             train_command.run,
             "a network from a line of text on a data set in a file",
             train_command.DESCRIPTION,
+            train_command.add_arguments,
         ),
     ):
         command = commands.add_parser(
@@ -76,10 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=run)
-        if name == "bench":
-            bench_command.add_arguments(command)
-        if name == "train":
-            train_command.add_arguments(command)
+        if add_arguments is not None:
+            add_arguments(command)
         command.add_argument("--json", action="store_true", help="for machines")
     options = parser.parse_args(arguments)
     try:

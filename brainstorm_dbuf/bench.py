@@ -261,7 +261,7 @@ def _time_training(
     updates: int,
 ) -> tuple[float, np.ndarray, Any]:
     """Return (seconds of an update, the weights at the end, what the feed did)."""
-    clock = _UpdateClock()
+    clock = UpdateClock()
     iterator = load.iterator(data, warm_up + updates)
     net = load.network(handler)
     try:
@@ -319,12 +319,14 @@ class _Repeated(DataIterator):
         return itertools.islice(itertools.chain.from_iterable(passes), self.length)
 
 
-class _UpdateClock(bs.hooks.Hook):
+class UpdateClock(bs.hooks.Hook):
     """Notes when each update ends."""
 
     def __init__(self) -> None:
         super().__init__(timescale="update")
         self.ends: list[float] = []
 
-    def __call__(self, **_: Any) -> None:
+    def __call__(
+        self, epoch_nr: int, update_nr: int, net: Any, stepper: Any, logs: Any
+    ) -> None:
         self.ends.append(time.perf_counter())

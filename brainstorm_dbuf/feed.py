@@ -579,7 +579,10 @@ class Pass:
         )
         staged = time.perf_counter()
         staging = staged - fetched
+        self._queues_ahead = 0
         if batch.slot is not None:
+            lies_still = batch.slot.lies_still
+            self._queues_ahead = self._feed.input_layer.most_ahead if lies_still else 1
             staging -= batch.slot.reserve_seconds
             if batch.slot.direct:
                 self._last_direct = batch.slot
@@ -589,9 +592,6 @@ class Pass:
         if self._feed.timings is not None:
             self._time(batch, inline, fetched - fetching, fetched, staged)
         self._is_first = False
-        self._queues_ahead = 0 if batch.slot is None else 1
-        if batch.slot is not None and batch.slot.lies_still:
-            self._queues_ahead = self._feed.input_layer.most_ahead
         return batch
 
     def _time(

@@ -17,7 +17,6 @@ import numpy as np
 from .commands import Refused, make_handler, need_brainstorm, positive
 from .held_memory import memory_size
 
-
 DESCRIPTION = """\
 Train a network on a data set in brainstorm's HDF5 format.
 
@@ -344,10 +343,11 @@ def _array(where: str, group: Any, name: str) -> np.ndarray:
             f"{found.dtype} of {found.shape}"
         )
     # A file of a few bytes can claim any shape.
-    if found.nbytes > memory_size():
+    memory = memory_size()
+    if found.nbytes > memory:
         raise Refused(
             f"{where}/{name}: {found.nbytes:,} bytes, which is more than the memory of "
-            f"this machine, {memory_size():,}"
+            f"this machine, {memory:,}"
         )
     try:
         return found[:]

@@ -20,10 +20,7 @@ from brainstorm.layers import Convolution2D, FullyConnected, Pooling2D
 options = common.add_data_options(common.parser(__doc__)).parse_args()
 bs.global_rnd.set_seed(common.SEED)
 
-if options.data:
-    training, validation = common.load(options.data, "normalized_split", 5)
-else:
-    training, validation = common.synthetic_images((32, 32, 3), options.samples)
+training, validation = common.images(options, (32, 32, 3))
 
 first, last = bs.tools.get_in_out_layers(
     "classification", training["default"].shape[2:], 10

@@ -117,6 +117,13 @@ def load(path: str, group: str, dimensions: int) -> tuple[dict, dict]:
     return sets[0], sets[1]
 
 
+def images(options: argparse.Namespace, shape: tuple[int, ...]) -> tuple[dict, dict]:
+    """Return training and validation set: those of ``--data``, else synthetic ones."""
+    if options.data:
+        return load(options.data, "normalized_split", 5)
+    return synthetic_images(shape, options.samples)
+
+
 def synthetic_images(shape: tuple[int, ...], samples: int) -> tuple[dict, dict]:
     """Return training and validation set: 10 pictures, and noise over them."""
     rnd = np.random.default_rng(SEED)

@@ -18,10 +18,7 @@ from brainstorm.data_iterators import Minibatches
 options = common.add_data_options(common.parser(__doc__)).parse_args()
 bs.global_rnd.set_seed(common.SEED)
 
-if options.data:
-    training, validation = common.load(options.data, "normalized_split", 5)
-else:
-    training, validation = common.synthetic_images((28, 28, 1), options.samples)
+training, validation = common.images(options, (28, 28, 1))
 
 net = bs.tools.create_net_from_spec(
     "classification", training["default"].shape[2:], 10, "D.2 F1200 D F1200 D"

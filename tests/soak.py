@@ -33,8 +33,9 @@ import brainstorm_dbuf as dbuf
 import brainstorm as bs
 from brainstorm.data_iterators import AddGaussianNoise, Minibatches
 from brainstorm_dbuf import access, feed, held_memory
+from coded import stop_at
 from networks import CASTS, NETWORKS, data_for
-from parity import Run, assert_same, make_handler
+from parity import Recorder, Run, assert_same, make_handler
 from test_memory import resident_mib
 
 # The allocators' own caches come and go by so much.
@@ -115,28 +116,17 @@ class Through(bs.data_iterators.DataIterator):
             yield {name: array[:, :keep].copy() for name, array in data.items()}
 
 
-class Stepper(bs.training.MomentumStepper):
+class Stepper(Recorder):
     """Notes the losses, and raises where planned."""
 
     def __init__(self, plan):
-        super().__init__(0.05, 0.5)
-        self.plan, self.losses = plan, []
+        super().__init__([])
+        self.plan = plan
 
     def run(self):
         super().run()
-        self.losses.append(dict(self.net.get_loss_values()))
         if self.plan.end == "step raises" and len(self.losses) == self.plan.after:
             raise Planned
-
-
-class StopAt(bs.hooks.Hook):
-    def __init__(self, update):
-        super().__init__(timescale="update", interval=1)
-        self.update = update
-
-    def __call__(self, epoch_nr, update_nr, net, stepper, logs):
-        if update_nr == self.update:
-            raise StopIteration
 
 
 def train(plan, kind, driver, double_buffering):
@@ -152,7 +142,7 @@ def train(plan, kind, driver, double_buffering):
     )
     trainer.add_hook(bs.hooks.StopAfterEpoch(2))
     if plan.end == "stop":
-        trainer.add_hook(StopAt(plan.after))
+        trainer.add_hook(stop_at(plan.after))
     with contextlib.suppress(Planned):
         trainer.train(net, plan.iterator())
     return Run(net.get("parameters"), trainer.logs, stepper.losses, trainer.feed_stats)

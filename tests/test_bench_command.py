@@ -89,13 +89,13 @@ def test_an_iterator_that_waits_is_hidden(monkeypatch):
                 time.sleep(0.01)
                 yield minibatch
 
-    class Clock(bench._UpdateClock):
+    class Clock(bench.UpdateClock):
         def __call__(self, **others):
             time.sleep(0.01)
             super().__call__(**others)
 
     monkeypatch.setattr(bench, "_Repeated", Waits)
-    monkeypatch.setattr(bench, "_UpdateClock", Clock)
+    monkeypatch.setattr(bench, "UpdateClock", Clock)
     handler = bench_command.make_handler("numpy", 1)
     row = bench.measure(Workload("held", 8, 8, 4), handler, None, 0.1, 3)
     assert row.is_right and row.bound == "iterator"
