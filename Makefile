@@ -2,6 +2,7 @@
 #   make demo    venv, brainstorm, build, and the main job on real data
 #   make test    the same set-up, then all tests
 #   make wheel   the same set-up, then source package and manylinux wheel in dist
+#   make sanitize   the same set-up, then the C's tests under gcc's sanitizers
 #   make soak    the same set-up, then random trainings for two minutes
 #   make docs    the same set-up, then the pages in docs: build/docs/index.html
 # On a machine with an NVIDIA GPU, with its own python3 and without a network:
@@ -18,13 +19,16 @@ BIN = $(VENV)/bin
 # The package is installed in place: only what is compiled asks for another install.
 SOURCES = setup.py pyproject.toml build_backend/with_nvcc.py $(wildcard src/*/*)
 
-.PHONY: demo test docs soak bench wheel gpu-build gpu-demo gpu-test gpu-memcheck gpu-bench clean
+.PHONY: demo test sanitize docs soak bench wheel gpu-build gpu-demo gpu-test gpu-memcheck gpu-bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/digits.py --timeline feed.png
 
 test: $(VENV)/installed
 	$(BIN)/python -m pytest tests
+
+sanitize: $(VENV)/installed
+	$(BIN)/python tests/sanitize.py -q
 
 docs: $(VENV)/installed
 	$(BIN)/python -m sphinx -b html -W --keep-going -n -q -d build/doctrees docs build/docs

@@ -3,6 +3,10 @@
 The kernels of CudaHandler (src/kernels) are compiled by nvcc into one image, which the
 extension _cuda embeds. Without nvcc all the rest is built, and CudaHandler says so.
 BRAINSTORM_DBUF_CUDA_ARCH chooses the GPUs to build for (nvcc's -arch), default "all".
+
+BRAINSTORM_DBUF_SANITIZE (gcc's -fsanitize, as address,undefined) builds what
+tests/sanitize.py runs on the stand-in driver. That has the kernels itself, for the CPU:
+the image is empty.
 """
 
 from __future__ import annotations
@@ -92,13 +96,21 @@ def compile_kernels(image: Path) -> str | None:
     return None
 
 
+def sanitizers() -> str | None:
+    """Return which of gcc's sanitizers to build with, None for none."""
+    return os.environ.get("BRAINSTORM_DBUF_SANITIZE") or None
+
+
 class BuildWithKernels(build_ext):
     """build_ext that makes the kernels' image first and hands it to _cuda."""
 
     def build_extension(self, ext: Extension) -> None:
         if ext.name.endswith("._cuda") and wants_kernels():
             image = Path(self.build_temp).resolve() / "kernels.fatbin"
-            wrong = compile_kernels(image)
+            wrong = None if sanitizers() else compile_kernels(image)
+            if sanitizers():
+                image.parent.mkdir(parents=True, exist_ok=True)
+                image.write_bytes(b"")
             if wrong is None:
                 ext.define_macros.append(("BRAINSTORM_DBUF_KERNEL_IMAGE", f'"{image}"'))
                 ext.depends.append(str(image))
@@ -114,6 +126,11 @@ class BuildWithKernels(build_ext):
 
 def extension(name: str, folders: list[str], include_dirs: list[str]) -> Extension:
     flags = ["-std=c11", "-O3", "-Wall", "-Wextra", "-fvisibility=hidden"]
+    checks = [f"-fsanitize={sanitizers()}"] if sanitizers() else []
+    if checks:
+        # Among the checks gcc no longer sees what is initialized.
+        flags += ["-O1", "-g", "-fno-omit-frame-pointer", "-Wno-maybe-uninitialized"]
+        flags += checks
     if os.environ.get("BRAINSTORM_DBUF_WERROR"):
         flags.append("-Werror")
     return Extension(
@@ -126,6 +143,7 @@ def extension(name: str, folders: list[str], include_dirs: list[str]) -> Extensi
             ("NPY_TARGET_VERSION", "NPY_1_24_API_VERSION"),
         ],
         extra_compile_args=flags,
+        extra_link_args=checks,
         # dlopen and pthread_atfork live in libraries of their own before glibc 2.34.
         libraries=["dl", "pthread"],
     )

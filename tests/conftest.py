@@ -51,6 +51,8 @@ WORKER_NAME = "brainstorm-dbuf feed"
 
 NEEDS_FAKE = "looks into the stand-in driver"
 NEEDS_REAL = "needs a real CUDA device (make gpu-test)"
+NEEDS_NO_SANITIZER = "writes where it may not, which a sanitizer ends the process for"
+UNDER_ASAN = "libasan" in os.environ.get("LD_PRELOAD", "")  # by tests/sanitize.py
 
 
 def pytest_collection_modifyitems(items):
@@ -59,6 +61,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=NEEDS_FAKE))
         if KIND == "fake" and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=NEEDS_REAL))
+        if UNDER_ASAN and item.get_closest_marker("stray_write"):
+            item.add_marker(pytest.mark.skip(reason=NEEDS_NO_SANITIZER))
 
 
 HAS_FAILED = pytest.StashKey[bool]()

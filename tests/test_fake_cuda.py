@@ -1448,6 +1448,7 @@ def test_limits_make_allocations_fail_and_show_in_the_memory_info(d, fake):
     d.ok("cuMemHostAlloc", out, 1000, 0)
 
 
+@pytest.mark.stray_write
 @pytest.mark.parametrize("kind", ["device", "pinned"])
 def test_writing_outside_a_block_is_found(d, fake, kind):
     address = d.alloc(16) if kind == "device" else at(d.pinned())
@@ -2009,6 +2010,7 @@ def test_a_kernel_whose_module_is_gone_is_a_fault(d, fake, k):
     assert fake.damage()["faults"] == 1
 
 
+@pytest.mark.stray_write
 def test_a_kernel_that_writes_beyond_its_memory_is_found_out(d, fake, k):
     address, _ = d.device()
     k("add_value", (1,), (8,), of(address), c_int(1), c_int(5))

@@ -75,12 +75,21 @@ def _compile(
         handle, scratch = tempfile.mkstemp(suffix=".so", dir=library.parent)
         os.close(handle)
         try:
-            subprocess.run([*command, "-o", scratch, *sources], check=True)
+            # A sanitizer that was loaded into these tests has no business in a compiler.
+            environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+            command = [*command, "-o", scratch, *sources]
+            subprocess.run(command, check=True, env=environment)
             os.replace(scratch, library)
         except BaseException:
             os.unlink(scratch)
             raise
     return library
+
+
+def _checks() -> list[str]:
+    """Return the flags for the sanitizers that FAKE_CUDA_SANITIZE names."""
+    names = os.environ.get("FAKE_CUDA_SANITIZE")
+    return [f"-fsanitize={names}", "-fno-omit-frame-pointer"] if names else []
 
 
 def build_library(
@@ -100,6 +109,7 @@ def build_library(
     command = [
         *shlex.split(os.environ.get("CC", "cc")),
         *FLAGS,
+        *_checks(),
         *extra_flags,
         f"-I{include}",
         *(f"-D{name}" for name in defines),
@@ -140,7 +150,7 @@ def build_kernels(
     ``kernels`` (default: src/kernels/kernels.cu) includes all of them, ``names``
     (default: list.h beside it) defines their list, KERNELS(X). ``folder`` is as for
     build_library. ``CXX`` names the compiler; ``FAKE_CUDA_SANITIZE=address`` lets it
-    add checks (see the top of fake_memory.c). Raises FileNotFoundError with
+    add checks (see the top of fake_memory.c), ``thread`` does not. Raises FileNotFoundError with
     ``why_no_kernels``, CalledProcessError where the compiler fails.
     """
     reason = why_no_kernels(kernels)
@@ -148,11 +158,12 @@ def build_kernels(
         raise FileNotFoundError(reason)
     kernels = Path(kernels if kernels is not None else DEFAULT_KERNELS).resolve()
     names = Path(names).resolve() if names is not None else kernels.parent / "list.h"
-    sanitize = os.environ.get("FAKE_CUDA_SANITIZE")
+    # The thread sanitizer knows nothing of the stacks that kernels' threads run on.
+    checks = [] if os.environ.get("FAKE_CUDA_SANITIZE") == "thread" else _checks()
     command = [
         *_cxx(),
         *KERNEL_FLAGS,
-        *([f"-fsanitize={sanitize}"] if sanitize else []),
+        *checks,
         *extra_flags,
         f'-DKERNELS_FILE="{kernels}"',
         f'-DKERNELS_LIST="{names}"',

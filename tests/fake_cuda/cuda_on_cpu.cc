@@ -128,7 +128,7 @@ fiber_switch(void **save, void *next)
 #endif
 
 /* Fibers are made when needed and kept for ever. */
-std::vector<Fiber *> idle_fibers;
+auto &idle_fibers = *new std::vector<Fiber *>;
 
 void
 fibers_make()
