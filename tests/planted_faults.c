@@ -7,7 +7,7 @@ volatile int shared;
 int
 read_beyond(int index)
 {
-    int *few = calloc(4, sizeof(int));
+    int *volatile few = calloc(4, sizeof(int));
     int value = few[index];
     free(few);
     return value;
