@@ -63,8 +63,13 @@ $(VENV)/installed: $(SOURCES)
 
 # ------------------------------------------------------------------- on the GPU
 
-GPU_SITE = build/gpu-site
-GPU_ENV = PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_SITE) PYTHONUNBUFFERED=1
+# A prefix: pip's --target would leave out the MPI library, which is no Python.
+GPU_SITE = $(CURDIR)/build/gpu-site
+GPU_PATHS = $(shell $(PYTHON) -c "import sysconfig; \
+	place = dict.fromkeys(('base', 'platbase'), '$(GPU_SITE)'); \
+	print(sysconfig.get_path('$(1)', vars=place))")
+GPU_ENV = PATH=$(call GPU_PATHS,scripts):$$PATH PYTHONUNBUFFERED=1 \
+	PYTHONPATH=$(CURDIR):$(call GPU_PATHS,purelib)
 GPU_TESTS ?= tests
 # CudaHandler's operations, each of its kernels among them.
 KERNEL_TESTS ?= tests/test_cuda_handler_ops.py tests/test_cuda_handler_reduce.py \
@@ -78,11 +83,10 @@ MEMCHECK_TESTS ?= tests/test_binding_copies.py tests/test_binding_in_flight.py \
 	"tests/test_parity.py::test_each_kind_of_network_trains_to_the_same_weights[pycuda-mlp with dropout]"
 
 gpu-build:
-	mkdir -p $(GPU_SITE)
 	$(PYTHON) setup.py -q build_ext --inplace
 	test -z "$(wildcard $(WHEELS)/*.whl)" || $(PYTHON) -m pip install --quiet \
-		--no-index --no-deps --no-warn-script-location --upgrade \
-		--target $(GPU_SITE) $(wildcard $(WHEELS)/*.whl)
+		--no-index --no-deps --no-warn-script-location --ignore-installed \
+		--prefix $(GPU_SITE) $(wildcard $(WHEELS)/*.whl)
 
 gpu-demo: gpu-build
 	$(GPU_ENV) $(PYTHON) examples/digits.py --handler cuda
