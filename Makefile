@@ -69,6 +69,7 @@ GPU_PATHS = $(shell $(PYTHON) -c "import sysconfig; \
 	place = dict.fromkeys(('base', 'platbase'), '$(GPU_SITE)'); \
 	print(sysconfig.get_path('$(1)', vars=place))")
 GPU_ENV = PATH=$(call GPU_PATHS,scripts):$$PATH PYTHONUNBUFFERED=1 \
+	LD_LIBRARY_PATH=$(call GPU_PATHS,data)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} \
 	PYTHONPATH=$(CURDIR):$(call GPU_PATHS,purelib)
 GPU_TESTS ?= tests
 # CudaHandler's operations, each of its kernels among them.

@@ -102,7 +102,8 @@ def test_the_times_are_those_that_were_taken(driver, monkeypatch):
     assert 0.010 <= summary.next < 0.015
     assert 0.005 <= summary.step < 0.010
     assert 0.003 <= summary.waiting < 0.010
-    assert summary.update >= 0.010
+    # The first of them may have been on its way already when it was asked for.
+    assert summary.update >= 0.009
     assert summary.prepared_by_trainer == 0
     assert summary.bound == "iterator"
     assert "bound by the iterator: next() takes 1" in job.stats.verdict
