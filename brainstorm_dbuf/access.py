@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -105,9 +105,9 @@ class CudaAccess:
         set_from_numpy: the handler's own, which casts and copies.
         running: makes a context manager that is open during each pass.
         unpacks: dtypes that the handler casts to its own on the device.
-        unpack: ``unpack(array, address, place)`` queues on the compute stream how an
-            array of the handler's becomes what lies at the address: numbers of one of
-            these dtypes, or indices of one-hot rows.
+        unpack: ``unpack(arrays, addresses, dtypes)`` queues on the compute stream how
+            arrays of the handler's become what lies at the addresses: numbers of its
+            dtype or one of these, or for None indices of one-hot rows.
         frees_on_any_thread: whether an array may be dropped on a thread that is not the
             one that made it.
     """
@@ -127,7 +127,8 @@ class CudaAccess:
         set_from_numpy: Callable[[Any, np.ndarray], None],
         running: Callable[[], AbstractContextManager[Any]] = nullcontext,
         unpacks: frozenset[np.dtype] = frozenset(),
-        unpack: Callable[[Any, int, Place], None] | None = None,
+        unpack: Callable[[Sequence[Any], Sequence[int], Sequence[Any]], None]
+        | None = None,
         frees_on_any_thread: bool = True,
     ) -> None:
         self.dtype = np.dtype(dtype)
@@ -198,7 +199,23 @@ class CudaAccess:
         """Return an array as the binding takes it; of one of ours it knows the size."""
         return front if isinstance(front, _cuda.DeviceArray) else self.address(front)
 
-    def copy_to_front(self, front: Any, source: int, nbytes: int) -> None:
+    def copy_to_fronts(
+        self, fronts: Sequence[Any], sources: Sequence[int], places: Sequence[Place]
+    ) -> None:
+        """Queue copies of what lies at ``sources`` into the network's arrays.
+
+        Args:
+            fronts: of the handler's dtype.
+            sources: addresses.
+            places: as what it lies there.
+        """
+        if self.unpack is not None:
+            self.unpack(fronts, sources, [place.packed for place in places])
+            return
+        for front, source, place in zip(fronts, sources, places):
+            self._copy_to_front(front, source, place.nbytes)
+
+    def _copy_to_front(self, front: Any, source: int, nbytes: int) -> None:
         """Queue a copy of ``nbytes`` at ``source`` into the network's array ``front``.
 
         An input that shares its buffer with other layers' outputs is a slice of their
@@ -335,12 +352,6 @@ def cuda_access(handler: Any) -> CudaAccess:
     def wrap(owner: Any, offset: int, shape: tuple[int, ...]) -> Any:
         return handler.wrap(owner, int(owner) + offset, shape)
 
-    def unpack(array: Any, address: int, place: Place) -> None:
-        if place.is_one_hot:
-            handler.one_hot(array, address)
-        else:
-            handler.widen(array, address, place.dtype)
-
     return CudaAccess(
         handler.dtype,
         handler.context,
@@ -350,7 +361,7 @@ def cuda_access(handler: Any) -> CudaAccess:
         wrap,
         handler.set_from_numpy,
         unpacks=_NARROW,
-        unpack=unpack,
+        unpack=handler.unpack,
     )
 
 

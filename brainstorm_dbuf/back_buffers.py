@@ -51,6 +51,7 @@ class Place:
         shape: of the input as the network takes it.
         dtype: of what lies there: the handler's own, or what the handler makes it from.
         is_one_hot: whether there is one index for each row of ``shape[-1]`` features.
+        packed: the dtype of what lies there, None for indices of one-hot rows.
         may_wait: whether it may stay on the host until the hand-over.
         offset: in bytes, from the start of the slot's block.
     """
@@ -60,6 +61,7 @@ class Place:
         "shape",
         "dtype",
         "is_one_hot",
+        "packed",
         "may_wait",
         "nbytes",
         "offset",
@@ -76,6 +78,7 @@ class Place:
         self.shape = shape
         self.dtype = dtype
         self.is_one_hot = is_one_hot
+        self.packed = None if is_one_hot else dtype
         self.may_wait = False
         self.nbytes = math.prod(self.held_shape) * dtype.itemsize
         self.offset = 0
@@ -197,7 +200,6 @@ class DeviceSlot:
         # Owned: where the inputs lie that wait on the host. Minibatches take its halves
         # in turn: the one before may not have been handed over yet.
         self._host: np.ndarray | None = None
-        self._host_address = 0
         self._half_nbytes = 0
         self._half = 0
         # Whether those of this minibatch do.
@@ -215,6 +217,12 @@ class DeviceSlot:
         self._small: list[Place] = []
         self._staged: list[Place] = []
         self._direct: list[Place] = []
+        # Those with something in them, in the order of `_places`, and where each lies:
+        # on the device, or with what waits on the host in its first or second half.
+        self._filled: list[Place] = []
+        self._sources: list[list[int]] = []
+        # Views of what waits on the host, for each half, in the order of `_small`.
+        self._on_host: list[list[np.ndarray]] = []
         # The kind of minibatch that all this was planned for, if it holds for the next.
         self._kind: Any = None
         # Where inputs that the handler has to unpack lie when they are lent.
@@ -286,8 +294,8 @@ class DeviceSlot:
             )
         self._waits = bool(self._small) and self._is_consumed()
         if self._waits:
-            for place in self._small:
-                _cuda.stage(self._on_host(place), arrays[place.name])
+            for place, view in zip(self._small, self._on_host[self._half]):
+                _cuda.stage(view, arrays[place.name])
         staged = self._staged if self._waits else [*self._small, *self._staged]
         for place in staged:
             self._access.staging.memcpy_htod_async(
@@ -326,7 +334,21 @@ class DeviceSlot:
         self._reserve(end, [place.nbytes for place in staged])
         self._reserve_host(on_host)
         self._small, self._staged, self._direct = small, large, direct
+        self._find_places()
         return sources
+
+    def _find_places(self) -> None:
+        """Note where the inputs lie, which is the same for minibatches of one kind."""
+        self._filled = [place for place in self._places if place.nbytes]
+        self._on_host = [
+            [self._view_on_host(place, half) for place in self._small]
+            for half in range(2)
+        ]
+        on_device = [self._address(place) for place in self._filled]
+        rest = on_device[len(self._small) :]
+        self._sources = [on_device] + [
+            [*(view.ctypes.data for view in views), *rest] for views in self._on_host
+        ]
 
     def _may_wait(self, place: Place) -> bool:
         """Note and say whether an input may stay on the host until the hand-over."""
@@ -349,19 +371,15 @@ class DeviceSlot:
         Everything happens on the handler's compute stream, so the kernels that are
         queued next read the new minibatch and those queued before read the old one.
         """
-        compute = self._access.compute_stream
-        compute.wait_event(self._copied)
-        for place in self._places:
-            front = fronts.get(place.name)
-            if front is None or not place.nbytes:
-                continue
-            if self._waits_on_host(place):
-                address = self._host_address + self._host_offset(place)
-                self._access.unpack(front, address, place)
-            elif place.dtype == self._dtype:
-                self._access.copy_to_front(front, self._address(place), place.nbytes)
-            else:
-                self._access.unpack(front, self._address(place), place)
+        self._access.compute_stream.wait_event(self._copied)
+        sources = self._sources[1 + self._half if self._waits else 0]
+        taken = [
+            (fronts[place.name], source, place)
+            for place, source in zip(self._filled, sources)
+            if place.name in fronts
+        ]
+        if taken:
+            self._access.copy_to_fronts(*zip(*taken))
         self._record_consumed()
 
     def lend(self) -> dict[str, Any]:
@@ -378,10 +396,14 @@ class DeviceSlot:
         arrays = {}
         for place in self._places:
             lent = self._unpacked.get(place.name, place)
-            array = self._access.wrap(loan, lent.offset, lent.shape)
-            if lent is not place and place.nbytes:
-                self._access.unpack(array, self._address(place), place)
-            arrays[place.name] = array
+            arrays[place.name] = self._access.wrap(loan, lent.offset, lent.shape)
+        packed = [place for place in self._filled if place.name in self._unpacked]
+        if packed:
+            self._access.copy_to_fronts(
+                [arrays[place.name] for place in packed],
+                [self._address(place) for place in packed],
+                packed,
+            )
         return arrays
 
     def take_back(self) -> None:
@@ -401,7 +423,7 @@ class DeviceSlot:
         for place in self._places:
             array = np.empty(place.held_shape, place.dtype)
             if self._waits_on_host(place):
-                array[...] = self._on_host(place)
+                array[...] = self._view_on_host(place, self._half)
             elif place.nbytes:
                 _cuda.memcpy_dtoh(array, self._address(place))
             if place.is_one_hot:
@@ -449,12 +471,9 @@ class DeviceSlot:
     def _waits_on_host(self, place: Place) -> bool:
         return place.may_wait and self._waits
 
-    def _on_host(self, place: Place) -> np.ndarray:
-        offset = self._host_offset(place)
+    def _view_on_host(self, place: Place, half: int) -> np.ndarray:
+        offset = half * self._half_nbytes + place.offset
         return np.ndarray(place.held_shape, place.dtype, self._host, offset)
-
-    def _host_offset(self, place: Place) -> int:
-        return self._half * self._half_nbytes + place.offset
 
     def _address(self, place: Place) -> int:
         return int(self._memory) + place.offset
@@ -508,7 +527,6 @@ class DeviceSlot:
             self._host = _cuda.pagelocked_empty(
                 2 * nbytes, np.uint8, context=self._access.context
             )
-            self._host_address = self._host.ctypes.data
             self._half_nbytes = nbytes
         self.reserve_seconds += time.perf_counter() - started
 

@@ -67,13 +67,13 @@ def test_a_slow_hand_over_is_never_overtaken(
     mode, driver, device, way, slow, monkeypatch
 ):
     """The hand-over starts late and takes long; the next minibatch waits."""
-    own = CudaAccess.copy_to_front
+    own = CudaAccess.copy_to_fronts
 
     def many_times(self, *arguments):
         for _ in range(50 if driver.fake is not None else 1000):
             own(self, *arguments)
 
-    monkeypatch.setattr(CudaAccess, "copy_to_front", many_times)
+    monkeypatch.setattr(CudaAccess, "copy_to_fronts", many_times)
     slow_before(monkeypatch, "hand_over", slow, lambda access: None, 3)
     set_mode(driver, mode)
     for depth in (1, 2, 3):

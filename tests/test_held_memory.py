@@ -91,6 +91,8 @@ def test_data_of_minibatches_are_page_locked_once(
 ):
     """Whether they go through a back buffer or straight into the network."""
     monkeypatch.setattr(access, "MOST_PUT_BYTES", most_put)
+    # What is late since other programs run makes no minibatch slow.
+    monkeypatch.setattr(feed, "WORTH_A_WORKER_SECONDS", 0.05)
     poison_back_buffers(monkeypatch)
     if driver.fake is not None:
         driver.fake.mode(mode)

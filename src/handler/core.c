@@ -161,7 +161,7 @@ core_type(PyObject *module)
         memory_operations,    exchange_operations,    elementwise_operations,
         matrix_operations,    reduce_operations,      row_operations,
         random_operations,    convolution_operations, pooling_operations,
-        recurrent_operations, widen_operations};
+        recurrent_operations, unpack_operations};
     PyTypeObject *type =
         (PyTypeObject *)PyType_FromModuleAndSpec(module, &Core_spec, NULL);
     for (size_t i = 0; i < Py_ARRAY_LENGTH(tables) && type != NULL; i++) {

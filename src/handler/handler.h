@@ -373,6 +373,6 @@ PyTypeObject *core_type(PyObject *module);
 extern PyMethodDef memory_operations[], elementwise_operations[], matrix_operations[],
     reduce_operations[], row_operations[], random_operations[],
     convolution_operations[], pooling_operations[], recurrent_operations[],
-    widen_operations[];
+    unpack_operations[];
 
 #endif

@@ -8,4 +8,4 @@
 #include "convolution.cu"
 #include "pooling.cu"
 #include "recurrent.cu"
-#include "widen.cu"
+#include "unpack.cu"

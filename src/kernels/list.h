@@ -90,10 +90,7 @@
     X(recurrent_forward_step) X(recurrent_backward_step) \
     X(lstm_forward_step) X(lstm_backward_step) \
     X(recurrent_sum_rows) X(lstm_sum_rows) X(recurrent_add_sums)
-#define WIDEN_KERNELS(X) \
-    X(widen_bool) X(widen_i1) X(widen_u1) X(widen_i2) X(widen_u2) X(widen_i4) \
-    X(widen_u4) X(widen_f2) X(widen_f4) \
-    X(one_hot_rows)
+#define UNPACK_KERNELS(X) X(unpack)
 
 #define KERNELS(X) \
     MAP_KERNELS(X) \
@@ -103,6 +100,6 @@
     CONVOLUTION_KERNELS(X) \
     POOLING_KERNELS(X) \
     RECURRENT_KERNELS(X) \
-    WIDEN_KERNELS(X)
+    UNPACK_KERNELS(X)
 
 #endif

@@ -1,4 +1,4 @@
-"""CudaHandler's widen and one_hot against NumPy: each result has NumPy's own bits."""
+"""CudaHandler's widen, one_hot and unpack: each result has NumPy's own bits."""
 
 from __future__ import annotations
 
@@ -365,20 +365,103 @@ def test_arguments_may_be_named(name, cuda):
         operation(**given, unknown=1)
 
 
+# ------------------------------------------------------- all inputs of a minibatch at once
+
+
+def draw_input(cuda, data):
+    """Draw an input: (dest, its buffer, what that becomes, where it comes from, dtype)."""
+    shape, dtype = data.draw(shapes), data.draw(st.sampled_from([None, *DTYPES]))
+    if dtype is None:
+        columns = data.draw(st.integers(1, 9))
+        array = np.arange(int(np.prod(shape)), dtype=np.int32) % (columns + 1)
+        array = array.reshape(shape)
+        values = floats(array[..., None] == np.arange(columns))
+    else:
+        array = of_bits(data.draw(st.integers(0, 1 << 32)), shape, dtype)
+        values = floats(array)
+    layout = data.draw(layouts(values.shape))
+    untouched = buffer_of(layout, np.full(values.shape, np.nan, np.float32))
+    buffer = cuda.create_from_numpy(untouched)
+    source = Source(cuda, array, data.draw(shifts))
+    return layout.cut(buffer), buffer, buffer_of(layout, values), source, dtype
+
+
+def test_all_inputs_of_a_minibatch_at_once(cuda):
+    """Of any dtypes, layouts and number."""
+
+    @on_one_handler
+    @given(st.data())
+    def run(data):
+        count = data.draw(st.integers(1, 20))
+        inputs = [draw_input(cuda, data) for _ in range(count)]
+        dests, buffers, expected, sources, dtypes = zip(*inputs)
+        cuda.unpack(dests, [source.address for source in sources], dtypes)
+        for buffer, values in zip(buffers, expected):
+            assert_same_bits(cuda.get_numpy_copy(buffer), values)
+
+    run()
+
+
+def test_what_is_refused_among_many_is_named_and_nothing_is_done(cuda):
+    source = Source(cuda, np.arange(4, dtype=np.uint8)).address
+    dests = [cuda.ones((2,)), cuda.ones((2,)), cuda.ones((2,))]
+    scalar = dests[2].reshape((1, 2))[0, :1].reshape(())
+
+    def refused(error, words, dests=dests, sources=(source,) * 3, dtypes=("u1",) * 3):
+        with pytest.raises(error, match="^unpack: " + words):
+            cuda.unpack(dests, sources, dtypes)
+
+    refused(TypeError, r"dests\[2\] must be a DeviceArray", [*dests[:2], None])
+    refused(ValueError, r"dests\[2\] has shape \(\), expected", [*dests[:2], scalar],
+            dtypes=("u1", "u1", None))  # fmt: skip
+    refused(
+        TypeError, r"sources\[1\] must be a device address", sources=(source, "x", 1)
+    )
+    refused(ValueError, r"sources\[1\] 0 is not an address", sources=(source, 0, 1))
+    refused(TypeError, r"dtypes\[1\] must be bool, .* got dtype\('float64'\)",
+            dtypes=("u1", "f8", "u1"))  # fmt: skip
+    refused(TypeError, "dests must be a sequence, got NoneType", None)
+    refused(TypeError, "dtypes must be a sequence, got int", dtypes=1)
+    refused(ValueError, "dests, sources and dtypes must be as many, got 3, 2 and 3",
+            sources=(source,) * 2)  # fmt: skip
+    assert [dest.get().tolist() for dest in dests] == [[1, 1]] * 3
+
+
+def test_nothing_is_done_for_no_inputs_and_for_empty_ones(cuda):
+    assert cuda.unpack([], [], []) is None
+    source, out = Source(cuda, np.array([3], np.uint8)), cuda.zeros((1,))
+    empty = cuda.zeros((0, 4))
+    cuda.unpack([empty, out, empty], [0, source.address, 0], [None, "u1", "f4"])
+    assert out.get().tolist() == [3]
+
+
 # ------------------------------------------------------------------- on the stand-in only
 
+QUEUED = {
+    **CALLS,
+    "unpack": lambda cuda, dest, source: cuda.unpack([dest], [source], ["u1"]),
+}
 
-@pytest.mark.parametrize("name", CALLS)
+
+@pytest.mark.parametrize("count", [1, 8, 9, 17])
+def test_a_launch_takes_eight_inputs(count, fake, cuda):
+    source, dest = Source(cuda, np.zeros(4, np.uint8)), cuda.zeros((4,))
+    calls = fake.calls("cuLaunchKernel")
+    cuda.unpack([dest] * count, [source.address] * count, ["u1"] * count)
+    assert fake.calls("cuLaunchKernel") - calls == -(-count // 8)
+
+
+@pytest.mark.parametrize("name", QUEUED)
 def test_it_is_queued_and_nothing_waits(name, fake, cuda):
     source = Source(cuda, np.array([1], np.int32))
     dest = cuda.zeros((1, 3))
     syncs, calls = fake.host_syncs(), fake.calls("cuLaunchKernel")
-    CALLS[name](cuda, dest[:, :1], source.address)
+    QUEUED[name](cuda, dest[:, :1], source.address)
     assert fake.host_syncs() == syncs
     assert fake.calls("cuLaunchKernel") == calls + 1
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", QUEUED)
 @pytest.mark.parametrize("call, times", [("cuMemAlloc", 2), ("cuLaunchKernel", 1)])
 def test_a_failed_driver_call_comes_out_and_leaves_nothing(
     name, call, times, fake, cuda
@@ -393,12 +476,12 @@ def test_a_failed_driver_call_comes_out_and_leaves_nothing(
         dest = cuda.ones((3, 4, 3))[:, :2, :2]
         fake.fail(call, nth=nth, code=2, times=times)
         try:
-            CALLS[name](cuda, dest, source.address)
+            QUEUED[name](cuda, dest, source.address)
         except dbuf.CudaError as error:
             assert call in str(error)
         else:
             break
-        CALLS[name](cuda, dest, source.address)
+        QUEUED[name](cuda, dest, source.address)
     assert 0 < nth < 7
     del source, dest
     gc.collect()
