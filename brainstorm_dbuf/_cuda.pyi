@@ -149,6 +149,14 @@ class StagingRing:
         stream: _AnyStream = None,
         threads: SupportsIndex = 0,
     ) -> None: ...
+    def memcpy_htod_packed_async(
+        self,
+        dest: _DeviceEnd,
+        srcs: Sequence[NDArray[Any]],
+        offsets: Sequence[SupportsIndex],
+        dtypes: Sequence[DTypeLike],
+        stream: _AnyStream = None,
+    ) -> None: ...
     def close(self) -> None: ...
 
 @final

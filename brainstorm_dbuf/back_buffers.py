@@ -8,7 +8,7 @@ grows only when a larger minibatch comes than ever before. There are two kinds:
   to which minibatches are gathered and cast on their way through a ring of page-locked
   memory. What lies in page-locked memory already is copied from there. Narrow numbers
   cross the link as they are, where the handler can widen them on the device. There, too,
-  the smallest inputs stay on the host until the hand-over.
+  the smallest inputs stay on the host until the hand-over. Small ones share a copy.
 
 Ownership and order. A slot belongs to one thread at a time: whoever claimed it fills
 it, then passes it on with the minibatch; the trainer hands its contents over to the
@@ -42,6 +42,10 @@ ALIGNMENT = 256
 # it across the link. A copy of its own would keep the link idle for the time in which
 # half a megabyte crosses: the copy engine takes that long to change over.
 MOST_READ_BYTES = 16 << 10
+
+# Inputs up to so many bytes in all cross the link in one copy. Each of its own would cost
+# that change-over again.
+MOST_TOGETHER_BYTES = 512 << 10
 
 
 class Place:
@@ -84,9 +88,18 @@ class Place:
         self.offset = 0
 
     @property
+    def end(self) -> int:
+        """In bytes, from the start of the slot's block."""
+        return self.offset + self.nbytes
+
+    @property
     def held_shape(self) -> tuple[int, ...]:
         """The shape of what lies there."""
         return (*self.shape[:-1], 1) if self.is_one_hot else self.shape
+
+
+def _nbytes_of(place: Place) -> int:
+    return place.nbytes
 
 
 def lay_out(places: Iterable[Place], start: int = 0) -> int:
@@ -212,9 +225,11 @@ class DeviceSlot:
         clock = access.copy_clock
         self.timer = None if clock is None else CopyTimer(clock)
         self._places: list[Place] = []
-        # What of them may wait on the host; what goes through the staging ring; what is
-        # copied from where it lies.
+        # What of them may wait on the host; what goes through the staging ring together,
+        # these included, and without them where they wait; what goes there by itself;
+        # what is copied from where it lies.
         self._small: list[Place] = []
+        self._together = self._rest = _Together([])
         self._staged: list[Place] = []
         self._direct: list[Place] = []
         # Those with something in them, in the order of `_places`, and where each lies:
@@ -296,9 +311,12 @@ class DeviceSlot:
         if self._waits:
             for place, view in zip(self._small, self._on_host[self._half]):
                 _cuda.stage(view, arrays[place.name])
-        staged = self._staged if self._waits else [*self._small, *self._staged]
-        for place in staged:
-            self._access.staging.memcpy_htod_async(
+        staging = self._access.staging
+        together = self._rest if self._waits else self._together
+        if together.places:
+            together.stage(arrays, int(self._memory), staging, stream)
+        for place in self._staged:
+            staging.memcpy_htod_async(
                 self._address(place), arrays[place.name], place.dtype, stream
             )
         if self.timer is not None:
@@ -316,13 +334,14 @@ class DeviceSlot:
             sources[name] = source
             (direct if self._lies_ready(source, place) else staged).append(place)
         empty = [place for place in staged if not place.nbytes]
-        staged = [place for place in staged if place.nbytes]
-        small = [place for place in staged if self._may_wait(place)]
-        large = [place for place in staged if not place.may_wait]
-        # The first ones have the same offsets on the host.
-        on_host = lay_out(small)
-        self._places = [*small, *large, *empty, *direct]
+        # The smallest first: those share a copy, and the first of these may wait on the
+        # host, at the same offsets there.
+        staged = sorted((place for place in staged if place.nbytes), key=_nbytes_of)
+        self._places = [*staged, *empty, *direct]
         end = lay_out(self._places)
+        shared = [place for place in staged if place.end <= MOST_TOGETHER_BYTES]
+        alone = staged[len(shared) :]
+        small = [place for place in shared if self._may_wait(place)]
         if self._lends:
             self._unpacked = {
                 place.name: Place(place.name, place.shape, self._dtype)
@@ -330,10 +349,12 @@ class DeviceSlot:
                 if place.dtype != self._dtype
             }
             end = lay_out(self._unpacked.values(), end)
-        self._small, self._staged, self._direct = [], [], []
-        self._reserve(end, [place.nbytes for place in staged])
-        self._reserve_host(on_host)
-        self._small, self._staged, self._direct = small, large, direct
+        self._small, self._direct = [], []
+        together = _Together(shared)
+        self._reserve(end, [together.nbytes, *map(_nbytes_of, alone)] if staged else [])
+        self._reserve_host(lay_out(small))
+        self._small, self._staged, self._direct = small, alone, direct
+        self._together, self._rest = together, _Together(shared[len(small) :])
         self._find_places()
         return sources
 
@@ -529,6 +550,42 @@ class DeviceSlot:
             )
             self._half_nbytes = nbytes
         self.reserve_seconds += time.perf_counter() - started
+
+
+class _Together:
+    """Inputs that are gathered side by side, to cross the link in one copy."""
+
+    __slots__ = ("places", "nbytes", "_start", "_offsets", "_dtypes")
+
+    def __init__(self, places: list[Place]) -> None:
+        self.places = places
+        self._start = places[0].offset if places else 0
+        self._offsets = [place.offset - self._start for place in places]
+        self._dtypes = [place.dtype for place in places]
+        self.nbytes = places[-1].end - self._start if places else 0
+
+    def stage(
+        self,
+        arrays: Mapping[str, np.ndarray],
+        address: int,
+        staging: _cuda.StagingRing,
+        stream: _cuda.Stream,
+    ) -> None:
+        """Queue the copy to a block at ``address``."""
+        if len(self.places) == 1 or self.nbytes > staging.place_nbytes:
+            # No larger ring could be had: each by itself.
+            for place in self.places:
+                staging.memcpy_htod_async(
+                    address + place.offset, arrays[place.name], place.dtype, stream
+                )
+            return
+        staging.memcpy_htod_packed_async(
+            address + self._start,
+            [arrays[place.name] for place in self.places],
+            self._offsets,
+            self._dtypes,
+            stream,
+        )
 
 
 class _Loan:

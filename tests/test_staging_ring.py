@@ -361,6 +361,153 @@ def test_what_python_runs_for_a_copy_may_use_the_ring(driver, ring, stream):
     assert (read(outer) == np.inf).all()
 
 
+# ------------------------------------------------------------ several arrays in one place
+
+
+def test_arrays_arrive_packed_whatever_they_are(driver, stream):
+    """In rings of two places, so that each is used again."""
+    array = st.tuples(
+        st.integers(0, 300),
+        st.sampled_from(["f4", "f8", "u1", "i2", ">f4", "g"]),
+        st.sampled_from(["f4", "f8", "u1", None]),
+        st.integers(0, 70),
+        st.booleans(),
+    )
+
+    @settings(deadline=None)
+    @given(st.lists(st.lists(array, min_size=1, max_size=6), min_size=1, max_size=4))
+    def each(copies):
+        ring = new_ring(2, 32768)
+        expected = []
+        for arrays in copies:
+            srcs, offsets, dtypes, parts, end = [], [], [], [], 0
+            for size, dtype, dest, gap, is_strided in arrays:
+                dest = dest or ("f4" if dtype == "g" else None)
+                src = source_of((1 + is_strided) * size, dtype)[:: 1 + is_strided]
+                part = src.astype(dest or src.dtype.newbyteorder("="))
+                srcs.append(src), offsets.append(end + gap), dtypes.append(dest)
+                parts.append((end + gap, part))
+                end += gap + part.nbytes
+            memory = dbuf.mem_alloc(max(end, 1))
+            ring.memcpy_htod_packed_async(memory, srcs, offsets, dtypes, stream)
+            expected.append((memory, parts))
+        for memory, parts in expected:
+            arrived = read(memory, "u1")
+            for offset, part in parts:
+                got = arrived[offset : offset + part.nbytes]
+                assert got.tobytes() == part.tobytes()
+
+    each()
+
+
+def test_packed_arrays_are_one_copy(fake, ring, stream):
+    dest, src = dbuf.mem_alloc(4096), source_of(8)
+    calls = fake.calls()
+    ring.memcpy_htod_packed_async(
+        dest, [src] * 4, [0, 64, 100, 4064], ["f4"] * 4, stream
+    )
+    made = fake.calls() - calls
+    assert made["cuMemcpyHtoDAsync"] == made["cuEventRecord"] == 1
+    ring.memcpy_htod_packed_async(dest, [], [], [], stream)
+    ring.memcpy_htod_packed_async(dest, [src[:0]], [0], [None], stream)
+    assert fake.calls("cuMemcpyHtoDAsync") == calls["cuMemcpyHtoDAsync"] + 1
+
+
+def test_a_place_is_not_packed_before_its_last_copy_is_done(driver, stream):
+    if driver.fake is not None:
+        driver.fake.mode("late")
+    ring = new_ring(places=2, nbytes=1 << 16)
+    copies = []
+    for k in range(5):
+        srcs = [source_of(8000, seed=2 * k), source_of(8000, seed=2 * k + 1)]
+        dest = dbuf.mem_alloc(64000)
+        ring.memcpy_htod_packed_async(dest, srcs, [0, 32000], [None, None], stream)
+        copies.append((dest, np.concatenate(srcs)))
+    for dest, expected in copies:
+        np.testing.assert_array_equal(read(dest), expected)
+
+
+@pytest.mark.parametrize("call", ["cuMemcpyHtoDAsync", "cuEventRecord", "cuEventQuery"])
+def test_a_packed_copy_that_fails_is_an_error_and_the_ring_goes_on(
+    call, fake, ring, stream
+):
+    fake.mode("late")
+    src = source_of(100)
+    dest = dbuf.mem_alloc(2 * src.nbytes)
+    arguments = dest, [src, src], [0, src.nbytes], ["f4", "f4"], stream
+    for _ in range(5):  # the first wait for no place
+        ring.memcpy_htod_packed_async(*arguments)
+    fake.fail(call)
+    with pytest.raises(dbuf.CudaError, match=call):
+        ring.memcpy_htod_packed_async(*arguments)
+    ring.memcpy_htod_packed_async(*arguments)
+    np.testing.assert_array_equal(read(dest), np.tile(src, 2))
+
+
+def test_what_numpy_warns_of_in_a_packed_copy_is_warned_of(driver, ring, stream):
+    dest, src = dbuf.mem_alloc(80), np.full(10, 1e300)
+    with pytest.warns(RuntimeWarning, match="overflow"):
+        ring.memcpy_htod_packed_async(
+            dest, [np.ones(10), src], [0, 40], ["f4", "f4"], stream
+        )
+    assert read(dest).tolist() == [1] * 10 + [np.inf] * 10
+
+
+def test_a_bad_argument_among_packed_ones_is_named_and_nothing_is_done(
+    driver, ring, stream
+):
+    src, dest = source_of(8), dbuf.mem_alloc(64)
+    dbuf.memset_d8(dest, 0, 64)
+    good = {
+        "dest": dest,
+        "srcs": [src, src],
+        "offsets": [0, 32],
+        "dtypes": ["f4", "f4"],
+    }
+    for wrong, error, text in (
+        ({"dest": dbuf.mem_alloc(63)}, ValueError, "dest has 63"),
+        (
+            {"srcs": [src, [1.0]]},
+            TypeError,
+            r"srcs\[1\] must be a numpy array, not list",
+        ),
+        ({"srcs": 5}, TypeError, "srcs must be a sequence, got int"),
+        ({"srcs": [src]}, ValueError, "must be as many, got 1, 2 and 2"),
+        ({"offsets": [0, -1]}, ValueError, r"offsets\[1\]"),
+        ({"offsets": [0, "x"]}, TypeError, r"offsets\[1\]"),
+        ({"offsets": [0, 31]}, ValueError, r"offsets\[1\] is 31, but .* at byte 32"),
+        ({"offsets": [32, 0]}, ValueError, r"offsets\[1\] is 0, but .* at byte 64"),
+        ({"offsets": [0, PLACE]}, ValueError, "end at byte 524320, a place has 524288"),
+        ({"offsets": [0, 2**63 - 1]}, ValueError, "end at byte 9223372036854775839"),
+        ({"dtypes": ["f4", "no such"]}, TypeError, "no such"),
+        ({"dtypes": ["f4", "c8"]}, TypeError, "dtype: expected numbers"),
+    ):
+        with pytest.raises(error, match=text):
+            ring.memcpy_htod_packed_async(**{**good, **wrong}, stream=stream)
+        assert not read(dest).any()
+    ring.close()
+    with pytest.raises(ValueError, match="StagingRing is closed"):
+        ring.memcpy_htod_packed_async(**good)
+
+
+def test_an_array_may_be_resized_while_packed_arguments_are_read(driver, ring, stream):
+    """By code that another argument runs: what is copied is as it is then."""
+    src, dest = source_of(1 << 16), dbuf.mem_alloc(64)
+
+    class Resizing:
+        @property
+        def dtype(self):
+            src.resize(4, refcheck=False)
+            return np.dtype("f4")
+
+    ring.memcpy_htod_packed_async(
+        dest, [src, source_of(4)], [0, 16], ["f4", Resizing()], stream
+    )
+    np.testing.assert_array_equal(
+        read(dest)[:8], [*source_of(1 << 16)[:4], *source_of(4)]
+    )
+
+
 def test_memory_that_cannot_be_a_ring_is_refused(driver, stream):
     good = dbuf.pagelocked_empty(1024, "u1")
     read_only = dbuf.pagelocked_empty(1024, "u1")

@@ -198,18 +198,24 @@ carry_shares(void *job)
     }
 }
 
+/* After a failure a place may be in flight without an event that says so. */
+static void
+await_stream(const Passage *passage)
+{
+    CUresult status;
+    Scope scope;
+    IN_CONTEXT(scope, context_of(passage), status,
+               driver.StreamSynchronize(passage->stream));
+    (void)status;
+}
+
 /* All of it. Needs no GIL. */
 static void
 carry(Passage *passage, int threads)
 {
     team_run(threads, carry_shares, passage);
     if (has_failed(passage)) {
-        /* A place may be in flight without an event that says so. */
-        CUresult status;
-        Scope scope;
-        IN_CONTEXT(scope, context_of(passage), status,
-                   driver.StreamSynchronize(passage->stream));
-        (void)status;
+        await_stream(passage);
     }
 }
 
@@ -288,6 +294,18 @@ plan(Gather *gather, PyArray_Descr *dtype, PyArrayObject *src, PyArrayObject **c
     return 0;
 }
 
+/* The dtype to copy an array as; None or NULL is its own. NULL with an error set. */
+static PyArray_Descr *
+dtype_on_device(PyObject *object, PyArrayObject *src)
+{
+    PyArray_Descr *dtype = NULL;
+    if (object == NULL || object == Py_None) {
+        return PyArray_DescrNewByteorder(PyArray_DESCR(src), NPY_NATIVE);
+    }
+    (void)PyArray_DescrConverter(object, &dtype);
+    return dtype;
+}
+
 /* Of dest; of a broadcast array it may be more than there can be. */
 static size_t
 bytes_of(const Gather *gather)
@@ -362,13 +380,7 @@ StagingRing_memcpy_htod_async(PyObject *op, PyObject *const *args, Py_ssize_t na
     if (!guard_enter(&self->guard)) {
         return raise_closed("StagingRing");
     }
-    if (given[DTYPE] == NULL || given[DTYPE] == Py_None) {
-        dtype = PyArray_DescrNewByteorder(PyArray_DESCR(src), NPY_NATIVE);
-    }
-    else {
-        (void)PyArray_DescrConverter(given[DTYPE], &dtype);
-    }
-    if (dtype == NULL ||
+    if ((dtype = dtype_on_device(given[DTYPE], src)) == NULL ||
         device_end_resolve(state, "dest", given[DEST], 1, &copy.dest) < 0 ||
         copy_stream(state, given[STREAM], &copy.dest, &copy.dest, &copy.stream) < 0) {
         goto done;
@@ -421,6 +433,220 @@ done:
     ring_leave(self);
     Py_XDECREF(copied);
     Py_XDECREF(dtype);
+    htod_release(&copy);
+    return result;
+}
+
+/* ---- several arrays in one place ---- */
+
+/* One of them. */
+typedef struct {
+    PyArrayObject *src;    /* borrowed from the call's tuple */
+    PyArray_Descr *dtype;  /* owned: as what it is copied */
+    PyArrayObject *copied; /* owned, or NULL: what NumPy had to cast */
+    size_t offset;         /* bytes, from dest and from the place */
+    Gather gather;
+} Parcel;
+
+/* Read what the caller has said of one of them. Return 0, or -1 with an error set. */
+static int
+parcel_read(Parcel *parcel, Py_ssize_t index, PyObject *src, PyObject *offset,
+            PyObject *dtype)
+{
+    char what[40];
+    if (!PyArray_Check(src)) {
+        PyErr_Format(PyExc_TypeError,
+                     "memcpy_htod_packed_async: srcs[%zd] must be a numpy array, not "
+                     "%.100s",
+                     index, Py_TYPE(src)->tp_name);
+        return -1;
+    }
+    parcel->src = (PyArrayObject *)src;
+    snprintf(what, sizeof(what), "offsets[%zd]", index);
+    if (size_argument(what, offset, &parcel->offset) < 0) {
+        return -1;
+    }
+    parcel->dtype = dtype_on_device(dtype, parcel->src);
+    return parcel->dtype == NULL ? -1 : 0;
+}
+
+/* Plan the gathers of all of them. Return the bytes of the copy, or -1 with an error
+ * set. */
+static Py_ssize_t
+parcels_plan(const StagingRingObject *self, Parcel *parcels, Py_ssize_t count)
+{
+    size_t end = 0;
+    /* What NumPy casts may run Python code: only then it is known where arrays lie. */
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Parcel *parcel = &parcels[i];
+        if (PyArray_SIZE(parcel->src) > 0 &&
+            plan(&parcel->gather, parcel->dtype, parcel->src, &parcel->copied) < 0) {
+            return -1;
+        }
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Parcel *parcel = &parcels[i];
+        PyArrayObject *src = parcel->copied != NULL ? parcel->copied : parcel->src;
+        parcel->gather = (Gather){0};
+        if (parcel->offset < end) {
+            PyErr_Format(PyExc_ValueError,
+                         "memcpy_htod_packed_async: offsets[%zd] is %zu, but the array "
+                         "before ends at byte %zu",
+                         i, parcel->offset, end);
+            return -1;
+        }
+        if (PyArray_SIZE(src) > 0) {
+            (void)gather_plan(&parcel->gather, parcel->dtype, src);
+            const size_t nbytes = bytes_of(&parcel->gather);
+            const int fits = nbytes <= SIZE_MAX - parcel->offset;
+            end = fits ? parcel->offset + nbytes : SIZE_MAX;
+        }
+    }
+    if (end > self->place_bytes) {
+        PyErr_Format(
+            PyExc_ValueError,
+            "memcpy_htod_packed_async: the arrays end at byte %zu, a place has "
+            "%zu",
+            end, self->place_bytes);
+        return -1;
+    }
+    return (Py_ssize_t)end;
+}
+
+/* Fill a place with all of them, and queue its copy. Needs no GIL. */
+static void
+carry_parcels(Passage *passage, Parcel *parcels, Py_ssize_t count, size_t nbytes)
+{
+    if (!wait_for_place(passage, 0)) {
+        return;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        Gather *gather = &parcels[i].gather;
+        if (gather->size > 0) {
+            gather_copy(gather, 0, gather->size,
+                        place_of(passage, 0) + parcels[i].offset);
+        }
+    }
+    queue_piece(passage, 0, nbytes);
+    if (has_failed(passage)) {
+        await_stream(passage);
+    }
+}
+
+/* Read the three sequences as tuples of one length. Return it, or -1 with an error set.
+ */
+static Py_ssize_t
+parcels_arguments(const Signature *signature, PyObject *const *given, PyObject **tuples)
+{
+    for (int i = 0; i < 3; i++) {
+        if ((tuples[i] = PySequence_Tuple(given[1 + i])) == NULL) {
+            if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+                PyErr_Format(PyExc_TypeError, "%s: %s must be a sequence, got %.100s",
+                             signature->function, signature->names[1 + i],
+                             Py_TYPE(given[1 + i])->tp_name);
+            }
+            return -1;
+        }
+    }
+    const Py_ssize_t count = PyTuple_GET_SIZE(tuples[0]);
+    if (PyTuple_GET_SIZE(tuples[1]) != count || PyTuple_GET_SIZE(tuples[2]) != count) {
+        PyErr_Format(PyExc_ValueError,
+                     "%s: srcs, offsets and dtypes must be as many, got %zd, %zd and "
+                     "%zd",
+                     signature->function, count, PyTuple_GET_SIZE(tuples[1]),
+                     PyTuple_GET_SIZE(tuples[2]));
+        return -1;
+    }
+    return count;
+}
+
+static PyObject *
+StagingRing_memcpy_htod_packed_async(PyObject *op, PyObject *const *args,
+                                     Py_ssize_t nargs, PyObject *kwnames)
+{
+    enum { DEST, SRCS, OFFSETS, DTYPES, STREAM, COUNT };
+    static const char *const names[] = {"dest",   "srcs",   "offsets",
+                                        "dtypes", "stream", NULL};
+    static const Signature signature = {"memcpy_htod_packed_async", names, 4, COUNT};
+    StagingRingObject *self = (StagingRingObject *)op;
+    ModuleState *state = state_of(self);
+    PyObject *given[COUNT] = {NULL}, *tuples[3] = {NULL}, *result = NULL;
+    HtodCopy copy = {0};
+    Piece single = {0};
+    /* What is copied is bytes. */
+    Passage passage = {
+        .ring = self, .count = 1, .pieces = &single, .gather = {.itemsize = 1}};
+    Parcel *parcels = NULL;
+    Py_ssize_t count = 0, nbytes;
+    if (unpack(&signature, args, nargs, kwnames, given) < 0 ||
+        driver_ready(state) < 0) {
+        return NULL;
+    }
+    if (!guard_enter(&self->guard)) {
+        return raise_closed("StagingRing");
+    }
+    if ((count = parcels_arguments(&signature, given, tuples)) < 0) {
+        count = 0;
+        goto done;
+    }
+    if ((parcels = PyMem_Calloc((size_t)count, sizeof(*parcels))) == NULL) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (parcel_read(&parcels[i], i, PyTuple_GET_ITEM(tuples[0], i),
+                        PyTuple_GET_ITEM(tuples[1], i),
+                        PyTuple_GET_ITEM(tuples[2], i)) < 0) {
+            goto done;
+        }
+    }
+    if (device_end_resolve(state, "dest", given[DEST], 1, &copy.dest) < 0 ||
+        copy_stream(state, given[STREAM], &copy.dest, &copy.dest, &copy.stream) < 0 ||
+        (nbytes = parcels_plan(self, parcels, count)) < 0) {
+        goto done;
+    }
+    if (nbytes == 0) {
+        result = Py_NewRef(Py_None);
+        goto done;
+    }
+    copy.host.is_locked = 1;
+    copy.host.context = self->context;
+    if (htod_check(state, &copy, (size_t)nbytes, signature.function, "srcs",
+                   "memcpy_htod") < 0 ||
+        htod_reserve(state, &copy, (size_t)nbytes) < 0) {
+        goto done;
+    }
+    passage.dest = copy.dest.ptr;
+    passage.stream = copy.stream.handle;
+    copy.host.hold = Py_NewRef(self->memory);
+    take_lock(self);
+    Py_BEGIN_ALLOW_THREADS
+    carry_parcels(&passage, parcels, count, (size_t)nbytes);
+    Py_END_ALLOW_THREADS
+    self->pieces++;
+    htod_commit(&copy);
+    PyThread_release_lock(self->lock);
+    if (has_failed(&passage)) {
+        raise_cuda(state, atomic_load(&passage.failed),
+                   (CUresult)atomic_load(&passage.status), "%zd bytes", nbytes);
+        goto done;
+    }
+    result = Py_NewRef(Py_None);
+    for (Py_ssize_t i = 0; i < count && result != NULL; i++) {
+        if (gather_report(&parcels[i].gather) < 0) {
+            Py_CLEAR(result);
+        }
+    }
+done:
+    for (Py_ssize_t i = 0; i < count && parcels != NULL; i++) {
+        Py_XDECREF(parcels[i].dtype);
+        Py_XDECREF(parcels[i].copied);
+    }
+    PyMem_Free(parcels);
+    for (int i = 0; i < 3; i++) {
+        Py_XDECREF(tuples[i]);
+    }
+    ring_leave(self);
     htod_release(&copy);
     return result;
 }
@@ -600,6 +826,18 @@ static PyMethodDef StagingRing_methods[] = {
          "or a dtype that is no number of up to 64 bits. Of a cast that NumPy would "
          "warn of, the copy\n"
          "has been queued by then.")},
+    {"memcpy_htod_packed_async", FASTCALL(StagingRing_memcpy_htod_packed_async),
+     PyDoc_STR(
+         "memcpy_htod_packed_async($self, /, dest, srcs, offsets, dtypes, "
+         "stream=None)\n"
+         "--\n\n"
+         "Gather and cast several small arrays, and queue one copy to the device.\n\n"
+         "What memcpy_htod_async does for each of srcs, to as many bytes behind dest "
+         "as\n"
+         "offsets says (ascending; bytes in between may be changed), as dtypes says. "
+         "All of\nit must fit into one place of the ring.\n\n"
+         "Raises as memcpy_htod_async, and ValueError where offsets overlap or a place "
+         "is too small.")},
     {"close", StagingRing_close, METH_NOARGS,
      PyDoc_STR(
          "close($self, /)\n--\n\n"
