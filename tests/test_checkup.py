@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
@@ -11,6 +12,7 @@ from brainstorm_dbuf.__main__ import main
 from brainstorm_dbuf.checkup import Check, ceiling_of
 from brainstorm_dbuf.machine import Survey, survey
 from brainstorm_dbuf.feed import Feed
+from brainstorm_dbuf.timings import BatchTimes
 from conftest import KIND
 from test_command_line import run
 
@@ -97,6 +99,27 @@ def test_what_cannot_run_at_all_is_a_finding(monkeypatch, capsys):
         "passed": False,
         "found": "OSError: no such luck",
     }
+
+
+@pytest.mark.parametrize(
+    "copies, share",
+    [
+        # As the minibatch before is trained, and two ahead; a half of it in a step; none.
+        ([(0, 0), (11, 14), (21, 24)], 1.0),
+        ([(0, 0), (0, 0), (11, 14)], 1.0),
+        ([(0, 0), (8, 12), (8, 12)], 0.5),
+        ([(0, 0), (16, 19), (26, 29)], 0.0),
+        ([(11, 14), (math.nan, math.nan), (math.nan, math.nan)], None),
+    ],
+)
+def test_copies_within_steps_are_hidden(copies, share):
+    records = []
+    for number, times in enumerate(copies):
+        record = BatchTimes(False, 0, 0, 0, 1)
+        record.copy_begin, record.copy_end = times
+        record.step_begin, record.step_end = 10 * number + 10, 10 * number + 15
+        records.append(record)
+    assert checkup._share_within_steps(records) == share
 
 
 def test_a_slow_link_is_found(cuda, monkeypatch):
