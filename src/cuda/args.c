@@ -59,6 +59,23 @@ index_argument(const char *what, PyObject *object)
 }
 
 int
+dict_items(PyObject *dict, const char *const *names, PyObject **items)
+{
+    int result = 0;
+    for (int i = 0; names[i] != NULL; i++) {
+        /* Not PyDict_GetItemString: for it an error is an item that is not there. */
+        PyObject *name = result < 0 ? NULL : PyUnicode_FromString(names[i]);
+        items[i] = name == NULL ? NULL : PyDict_GetItemWithError(dict, name);
+        Py_XINCREF(items[i]);
+        Py_XDECREF(name);
+        if (items[i] == NULL && PyErr_Occurred()) {
+            result = -1;
+        }
+    }
+    return result;
+}
+
+int
 int_argument(const char *what, PyObject *object, int *value)
 {
     if (object == NULL) {

@@ -154,6 +154,9 @@ module_state(PyObject *module)
     return (ModuleState *)PyModule_GetState(module);
 }
 
+/* Make a type of the module's (module.c). New reference, or NULL with an error set. */
+PyTypeObject *type_new(PyObject *module, PyType_Spec *spec);
+
 /* State of the module that made self's type; none of the types can be subclassed. Not
  * for deallocs: the garbage collector may have cleared type and module by then (NULL).
  * Streams and events keep it at hand: asking takes a tenth of their shortest calls. */
@@ -347,13 +350,10 @@ PyObject *index_argument(const char *what, PyObject *object);
 /* An int; NULL leaves *value. Return 0, or -1 with TypeError or ValueError set. */
 int int_argument(const char *what, PyObject *object, int *value);
 
-/* An item of a dict, NULL if it has none. New reference: code that runs while one item
- * is read may change the dict. */
-static inline PyObject *
-dict_item(PyObject *dict, const char *name)
-{
-    return Py_XNewRef(PyDict_GetItemString(dict, name));
-}
+/* Items of a dict under NULL-terminated names, NULL where it has none. New references,
+ * to be dropped in any case: code that runs while one item is read may change the dict.
+ * Return 0, or -1 with an error set. */
+int dict_items(PyObject *dict, const char *const *names, PyObject **items);
 
 /* A count of bytes or elements. Return 0, or -1 with TypeError or ValueError set. */
 int size_argument(const char *what, PyObject *object, size_t *size);

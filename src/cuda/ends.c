@@ -311,18 +311,18 @@ device_end_of_interface(const char *role, PyObject *interface, int writable,
         PyErr_Format(PyExc_TypeError, "%s: __cuda_array_interface__ is no dict", role);
         return -1;
     }
-    PyObject *shape = dict_item(interface, "shape");
-    PyObject *typestr = dict_item(interface, "typestr");
-    PyObject *data = dict_item(interface, "data");
-    PyObject *strides = dict_item(interface, "strides");
-    PyObject *mask = dict_item(interface, "mask");
-    int result =
-        device_end_of_items(role, shape, typestr, data, strides, mask, writable, end);
-    Py_XDECREF(shape);
-    Py_XDECREF(typestr);
-    Py_XDECREF(data);
-    Py_XDECREF(strides);
-    Py_XDECREF(mask);
+    enum { SHAPE, TYPESTR, DATA, STRIDES, MASK, COUNT };
+    static const char *const names[] = {"shape",   "typestr", "data",
+                                        "strides", "mask",    NULL};
+    PyObject *items[COUNT];
+    int result = dict_items(interface, names, items);
+    if (result == 0) {
+        result = device_end_of_items(role, items[SHAPE], items[TYPESTR], items[DATA],
+                                     items[STRIDES], items[MASK], writable, end);
+    }
+    for (int i = 0; i < COUNT; i++) {
+        Py_XDECREF(items[i]);
+    }
     return result;
 }
 

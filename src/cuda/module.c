@@ -43,11 +43,21 @@ static PyMethodDef module_functions[] = {
     {NULL, NULL, 0, NULL},
 };
 
+PyTypeObject *
+type_new(PyObject *module, PyType_Spec *spec)
+{
+    PyObject *type = PyType_FromModuleAndSpec(module, spec, NULL);
+    if (type == NULL && PyErr_Occurred() == NULL) {
+        PyErr_NoMemory(); /* CPython 3.11 does not always say so */
+    }
+    return (PyTypeObject *)type;
+}
+
 /* Make a type and add it under its name. Return 0, or -1 with an error set. */
 static int
 add_type(PyObject *module, PyType_Spec *spec, PyTypeObject **place)
 {
-    *place = (PyTypeObject *)PyType_FromModuleAndSpec(module, spec, NULL);
+    *place = type_new(module, spec);
     return *place == NULL ? -1 : PyModule_AddType(module, *place);
 }
 
@@ -84,11 +94,10 @@ static int
 module_exec(PyObject *module)
 {
     ModuleState *state = module_state(module);
-    PyMethodDef *functions[] = {module_functions,        device_functions,
-                                device_memory_functions, pagelocked_functions,
-                                copy_functions,          copy_rows_functions,
-                                memset_functions,        signature_functions,
-                                stage_functions};
+    PyMethodDef *functions[] = {
+        module_functions,     device_functions,    device_memory_functions,
+        pagelocked_functions, copy_functions,      copy_rows_functions,
+        memset_functions,     signature_functions, stage_functions};
     if (PyArray_ImportNumPyAPI() < 0 || add_errors(module, state) < 0) {
         return -1;
     }
@@ -112,10 +121,12 @@ module_exec(PyObject *module)
                                Py_None) < 0) {
         return -1;
     }
-    state->Engine_type =
-        (PyTypeObject *)PyType_FromModuleAndSpec(module, &Engine_spec, NULL);
+    state->Engine_type = type_new(module, &Engine_spec);
+    if (state->Engine_type == NULL) {
+        return -1;
+    }
     state->HandlerCore_type = core_type(module);
-    if (state->Engine_type == NULL || state->HandlerCore_type == NULL ||
+    if (state->HandlerCore_type == NULL ||
         PyModule_AddType(module, state->HandlerCore_type) < 0) {
         return -1;
     }

@@ -162,8 +162,7 @@ core_type(PyObject *module)
         matrix_operations,    reduce_operations,      row_operations,
         random_operations,    convolution_operations, pooling_operations,
         recurrent_operations, unpack_operations};
-    PyTypeObject *type =
-        (PyTypeObject *)PyType_FromModuleAndSpec(module, &Core_spec, NULL);
+    PyTypeObject *type = type_new(module, &Core_spec);
     for (size_t i = 0; i < Py_ARRAY_LENGTH(tables) && type != NULL; i++) {
         for (PyMethodDef *entry = tables[i]; entry->ml_name != NULL; entry++) {
             PyObject *method = PyDescr_NewMethod(type, entry);

@@ -300,8 +300,10 @@ as_array(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwna
 {
     static const char *const names[] = {"obj", NULL};
     static const Signature signature = {"as_array", names, 1, 1};
-    PyObject *given = NULL, *described = NULL, *typestr = NULL, *sizes = NULL;
-    PyObject *data = NULL, *steps = NULL, *stream = NULL, *mask = NULL;
+    enum { TYPESTR, SHAPE, DATA, STRIDES, STREAM, MASK, COUNT };
+    static const char *const keys[] = {"typestr", "shape", "data", "strides",
+                                       "stream",  "mask",  NULL};
+    PyObject *given = NULL, *described = NULL, *items[COUNT] = {NULL};
     ArrayObject *array = NULL;
     Py_ssize_t shape[MAX_DIMS], strides[MAX_DIMS];
     EngineObject *engine = core_engine(self);
@@ -320,12 +322,11 @@ as_array(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwna
                      Py_TYPE(given)->tp_name);
         goto done;
     }
-    typestr = dict_item(described, "typestr");
-    sizes = dict_item(described, "shape");
-    data = dict_item(described, "data");
-    steps = dict_item(described, "strides");
-    stream = dict_item(described, "stream");
-    mask = dict_item(described, "mask");
+    if (dict_items(described, keys, items) < 0) {
+        goto done;
+    }
+    PyObject *typestr = items[TYPESTR], *sizes = items[SHAPE], *data = items[DATA];
+    PyObject *steps = items[STRIDES], *stream = items[STREAM], *mask = items[MASK];
     if (typestr == NULL || !PyUnicode_Check(typestr) || sizes == NULL ||
         !PyTuple_Check(sizes) || data == NULL || !PyTuple_Check(data) ||
         PyTuple_GET_SIZE(data) != 2 || (mask != NULL && mask != Py_None)) {
@@ -366,12 +367,9 @@ as_array(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwna
         array->is_foreign = 1;
     }
 done:
-    Py_XDECREF(typestr);
-    Py_XDECREF(sizes);
-    Py_XDECREF(data);
-    Py_XDECREF(steps);
-    Py_XDECREF(stream);
-    Py_XDECREF(mask);
+    for (int i = 0; i < COUNT; i++) {
+        Py_XDECREF(items[i]);
+    }
     Py_XDECREF(described);
     return (PyObject *)array;
 }
