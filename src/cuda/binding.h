@@ -255,6 +255,29 @@ guard_leave(Guard *guard)
 #endif
 }
 
+/* Count one user in, though it may be closed: for who knows that nobody destroys yet.
+ */
+static inline void
+guard_enter_closed(Guard *guard)
+{
+#ifdef Py_GIL_DISABLED
+    atomic_fetch_add(&guard->word, 2);
+#else
+    guard->word += 2;
+#endif
+}
+
+/* Let users in again; for who closed it with nobody inside. */
+static inline void
+guard_reopen(Guard *guard)
+{
+#ifdef Py_GIL_DISABLED
+    atomic_fetch_and(&guard->word, ~1);
+#else
+    guard->word &= ~1;
+#endif
+}
+
 /* Refuse new users from now on. Return 1 if the caller is to destroy the object. */
 static inline int
 guard_close(Guard *guard)
@@ -832,6 +855,8 @@ typedef struct {
     PyObject *array;        /* owned until dealloc: whose memory it is */
     ContextObject *context; /* owned until dealloc; NULL only if nbytes is 0 */
     int is_registered;      /* the driver has it; cuMemHostUnregister is due */
+    int is_unregistering;   /* by a thread that has released the GIL meanwhile */
+    Guard guard; /* closed by unregister(); inside are calls that copy from or to it */
 } RegisteredMemoryObject;
 
 /* Whether the bytes from first to before end lie in memory of ours; none always do. */
@@ -859,6 +884,37 @@ pagelocked_owner(ModuleState *state, PyArrayObject *array, const char *first,
     return pagelocked_owner_slowly(state, array, first, end);
 }
 
+/* Keep the memory of an array from being unregistered during a call: the driver takes
+ * it for page-locked until its copy is queued, whether the call does or not. May
+ * release the GIL. A new reference, or NULL where nothing can be unregistered; never an
+ * error. */
+RegisteredMemoryObject *pagelocked_enter_slowly(ModuleState *state, PyObject *base);
+
+static inline RegisteredMemoryObject *
+pagelocked_enter(ModuleState *state, PyArrayObject *array)
+{
+    PyObject *base = PyArray_BASE(array);
+    if (LIKELY(base == NULL || Py_IS_TYPE(base, state->PageLockedMemory_type))) {
+        return NULL;
+    }
+    return pagelocked_enter_slowly(state, base);
+}
+
+/* The other end of pagelocked_enter, for what it has returned: NULL too. The last one
+ * after unregister() unregisters. Keeps the current exception. */
+COLD void pagelocked_unregister_late(RegisteredMemoryObject *self);
+
+static inline void
+pagelocked_leave(RegisteredMemoryObject *self)
+{
+    if (!LIKELY(self == NULL)) {
+        if (guard_leave(&self->guard)) {
+            pagelocked_unregister_late(self);
+        }
+        Py_DECREF((PyObject *)self);
+    }
+}
+
 /* Ask the driver about first and last byte; in a context. Needs no GIL. */
 CUresult pagelocked_ask(const void *ptr, size_t nbytes, int *is_locked);
 
@@ -878,7 +934,8 @@ typedef struct {
 typedef struct {
     void *ptr;
     size_t nbytes;
-    PyObject *hold;         /* owned: what keeps the memory alive */
+    PyObject *hold;                     /* owned: what keeps the memory alive */
+    RegisteredMemoryObject *registered; /* owned and entered, or NULL */
     int is_locked;          /* known to be page-locked (0: ask the driver) */
     ContextObject *context; /* borrowed, or NULL: any will do */
 } HostEnd;
@@ -929,6 +986,8 @@ int host_end_resolve(ModuleState *state, const char *role, PyObject *object,
 static inline void
 host_end_release(HostEnd *end)
 {
+    pagelocked_leave(end->registered);
+    end->registered = NULL;
     Py_CLEAR(end->hold);
 }
 

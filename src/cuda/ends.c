@@ -118,6 +118,7 @@ host_end_of_array(ModuleState *state, const char *role, PyArrayObject *array,
     PyObject *owner =
         pagelocked_owner(state, array, end->ptr, (const char *)end->ptr + end->nbytes);
     end->is_locked = owner != NULL;
+    end->registered = pagelocked_enter(state, array);
     /* Our own memory is held directly: arrays are unknown to the garbage collector, and
      * a copy in flight may make a cycle (context, ledger, memory, context). */
     end->hold = Py_NewRef(owner != NULL ? owner : (PyObject *)array);

@@ -98,6 +98,12 @@ module_exec(PyObject *module)
         module_functions,     device_functions,    device_memory_functions,
         pagelocked_functions, copy_functions,      copy_rows_functions,
         memset_functions,     signature_functions, stage_functions};
+    if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
+        /* Of those with a GIL of their own Python 3.12 says it, of others nobody. */
+        PyErr_SetString(PyExc_ImportError, "module brainstorm_dbuf._cuda does not "
+                                           "support loading in subinterpreters");
+        return -1;
+    }
     if (PyArray_ImportNumPyAPI() < 0 || add_errors(module, state) < 0) {
         return -1;
     }

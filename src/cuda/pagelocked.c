@@ -5,6 +5,8 @@
  * view, or with the last copy in flight, on whatever thread that happens. */
 #include "binding.h"
 
+#include <sched.h>
+
 /* Where empty arrays point to: NumPy wants an address, the driver gives none. */
 static _Alignas(64) char no_bytes[64];
 
@@ -27,7 +29,7 @@ pagelocked_owner_slowly(ModuleState *state, PyArrayObject *array, const char *fi
         nbytes = ((PageLockedMemoryObject *)base)->nbytes;
     }
     else if (Py_IS_TYPE(base, state->RegisteredMemory_type) &&
-             (((RegisteredMemoryObject *)base)->is_registered ||
+             (!guard_is_closed(&((RegisteredMemoryObject *)base)->guard) ||
               ((RegisteredMemoryObject *)base)->nbytes == 0)) {
         ptr = ((RegisteredMemoryObject *)base)->ptr;
         nbytes = ((RegisteredMemoryObject *)base)->nbytes;
@@ -511,7 +513,8 @@ unregister(RegisteredMemoryObject *self, int wait, const char **call)
     if (!self->is_registered || !driver_usable()) {
         return CUDA_SUCCESS;
     }
-    self->is_registered = 0; /* from here on no new copy takes it for page-locked */
+    self->is_registered = 0;
+    self->is_unregistering = 1; /* until then no copy of the memory may begin */
     Py_BEGIN_ALLOW_THREADS
     status = scope_enter(&scope, self->context->handle);
     if (status == CUDA_SUCCESS) {
@@ -525,6 +528,7 @@ unregister(RegisteredMemoryObject *self, int wait, const char **call)
         scope_leave(&scope);
     }
     Py_END_ALLOW_THREADS
+    self->is_unregistering = 0;
     *call = scope_call(&scope, *call);
     if (status == CUDA_SUCCESS || context_is_gone(status)) {
         live.registered--;
@@ -535,18 +539,54 @@ unregister(RegisteredMemoryObject *self, int wait, const char **call)
     return status;
 }
 
+RegisteredMemoryObject *
+pagelocked_enter_slowly(ModuleState *state, PyObject *base)
+{
+    while (base != NULL && PyArray_Check(base)) {
+        base = PyArray_BASE((PyArrayObject *)base);
+    }
+    if (base == NULL || !Py_IS_TYPE(base, state->RegisteredMemory_type)) {
+        return NULL;
+    }
+    RegisteredMemoryObject *self = (RegisteredMemoryObject *)Py_NewRef(base);
+    while (self->is_unregistering) {
+        Py_BEGIN_ALLOW_THREADS
+        sched_yield();
+        Py_END_ALLOW_THREADS
+    }
+    if (!self->is_registered) {
+        Py_DECREF((PyObject *)self);
+        return NULL;
+    }
+    guard_enter_closed(&self->guard);
+    return self;
+}
+
+void
+pagelocked_unregister_late(RegisteredMemoryObject *self)
+{
+    SavedError saved;
+    const char *call;
+    save_error(&saved);
+    CUresult status = unregister(self, 1, &call);
+    report_unraisable(self, call, status);
+    restore_error(&saved);
+}
+
 static PyObject *
 RegisteredMemory_unregister(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
     RegisteredMemoryObject *self = (RegisteredMemoryObject *)op;
     ModuleState *state = state_of(self);
     const char *call;
-    if (self->is_registered) {
-        if (driver_ready(state) < 0) {
-            return NULL;
-        }
+    if (self->is_registered && driver_ready(state) < 0) {
+        return NULL;
+    }
+    /* From here on no new copy takes it for page-locked. */
+    if (!guard_is_closed(&self->guard) && guard_close(&self->guard)) {
         CUresult status = unregister(self, 1, &call);
         if (status != CUDA_SUCCESS && !context_is_gone(status)) {
+            guard_reopen(&self->guard);
             return raise_cuda(state, call, status, "%zu bytes at %p", self->nbytes,
                               self->ptr);
         }
@@ -627,7 +667,8 @@ static PyMethodDef RegisteredMemory_methods[] = {
      PyDoc_STR(
          "unregister($self, /)\n--\n\n"
          "Make the memory ordinary again, once all work in the context is done.\n\n"
-         "Twice is harmless; the array stays valid.")},
+         "A call that is copying in another thread does so at its end. Twice is "
+         "harmless; the array\nstays valid.")},
     REFUSE_PICKLING,
     {NULL, NULL, 0, NULL},
 };

@@ -270,6 +270,22 @@ ring_leave(StagingRingObject *self)
     }
 }
 
+/* Keep the memory page-locked during a call. Return 0, or -1 with an error set. */
+static int
+ring_enter_memory(ModuleState *state, StagingRingObject *self, HostEnd *host)
+{
+    char *end = self->start + (size_t)self->places * self->place_bytes;
+    PyObject *owner =
+        pagelocked_owner(state, (PyArrayObject *)self->memory, self->start, end);
+    if (owner == NULL) {
+        PyErr_SetString(PyExc_ValueError, "the StagingRing's memory was unregistered");
+        return -1;
+    }
+    host->registered = pagelocked_enter(state, (PyArrayObject *)self->memory);
+    host->hold = Py_NewRef(self->memory);
+    return 0;
+}
+
 /* Plan the gather as elements of `dtype`. *copied: what NumPy had to cast, or NULL.
  * Return 0, or -1 with an error set. */
 static int
@@ -401,10 +417,13 @@ StagingRing_memcpy_htod_async(PyObject *op, PyObject *const *args, Py_ssize_t na
         cut(&passage, &single) < 0 || htod_reserve(state, &copy, nbytes) < 0) {
         goto done;
     }
+    if (ring_enter_memory(state, self, &copy.host) < 0) {
+        ledger_cancel(copy.ledger, &copy.ticket);
+        goto done;
+    }
     passage.gather.is_streamed = streams(&passage.gather, nbytes);
     passage.dest = copy.dest.ptr;
     passage.stream = copy.stream.handle;
-    copy.host.hold = Py_NewRef(self->memory);
     take_lock(self);
     if (gather_is_tiny(&passage.gather) && copy_is_brief(copy.ledger, nbytes) &&
         place_is_free(&passage)) {

@@ -45,12 +45,13 @@ make_scratch(EngineObject *self)
     return 0;
 }
 
-/* The live engine of a context, borrowed, or NULL. */
+/* The live engine of a context that this module has made, borrowed, or NULL. Another
+ * import of the module has types of its own. */
 static EngineObject *
-find_engine(const ContextObject *context)
+find_engine(const ModuleState *state, const ContextObject *context)
 {
     for (EngineObject *it = engines; it != NULL; it = it->next) {
-        if (it->context->handle == context->handle) {
+        if (it->state == state && it->context->handle == context->handle) {
             return it;
         }
     }
@@ -94,12 +95,12 @@ engine_of_device(ModuleState *state, PyObject *module, int ordinal)
     if (context == NULL) {
         return NULL;
     }
-    EngineObject *self = find_engine(context);
+    EngineObject *self = find_engine(state, context);
     if (self != NULL) {
         Py_INCREF(self);
     }
     else if ((self = engine_new(state, module, context)) != NULL) {
-        EngineObject *other = find_engine(context); /* made by another thread */
+        EngineObject *other = find_engine(state, context); /* made by another thread */
         if (other != NULL) {
             Py_INCREF(other);
             Py_SETREF(self, other);

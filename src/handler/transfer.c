@@ -88,6 +88,7 @@ array_from_numpy(ArrayObject *self, const char *operation, const char *name,
     if (ready == NULL) {
         return -1;
     }
+    RegisteredMemoryObject *registered = pagelocked_enter(self->engine->state, ready);
     PyObject *done = NULL;
     Op op;
     if (self->size == 0) {
@@ -102,6 +103,7 @@ array_from_numpy(ArrayObject *self, const char *operation, const char *name,
         }
         done = op_end(&op);
     }
+    pagelocked_leave(registered);
     Py_DECREF(ready);
     Py_XDECREF(done);
     return done == NULL ? -1 : 0;
