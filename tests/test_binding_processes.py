@@ -79,6 +79,119 @@ def test_a_process_ends_cleanly_whatever_dies_first(driver, ending):
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
 
 
+# With a ring and a handler besides.
+LATE_SETUP = (
+    SETUP
+    + """
+import atexit, threading
+ring = _cuda.StagingRing(_cuda.pagelocked_empty(1 << 14), 4)
+values = np.arange(1 << 16, dtype="f8")
+try:
+    handler = _cuda.HandlerCore(3)
+except RuntimeError:  # built without kernels
+    handler = left = None
+else:
+    left = handler.ones((64, 64))
+
+def use():
+    ring.memcpy_htod_async(memory, values, "f4", stream)
+    _cuda.memcpy_htod_async(memory, registered, stream)
+    stream.record(event)
+    event.synchronize()
+    if handler is not None:
+        product = handler.zeros((64, 64))
+        handler.dot_mm(left, left, product)
+        assert product.get()[0, 0] == 64
+
+def destroy():
+    for name in ("ring", "values", "handler", "left", "array", "stream", "event",
+                 "memory", "registered", "context"):
+        globals().pop(name, None)
+    gc.collect()
+
+def in_threads(function):
+    def work():
+        with context_of_threads:
+            while True:
+                function()
+    for _ in range(4):
+        threading.Thread(target=work, daemon=True).start()
+context_of_threads = context
+"""
+)
+LATE_ENDINGS = {
+    "used at exit": "atexit.register(use)",
+    "destroyed at exit": "use(); atexit.register(destroy)",
+    "destroyed at exit with work queued": "atexit.register(destroy)",
+    "made at exit": """
+def make():
+    global kept
+    kept = _cuda.Stream(), _cuda.mem_alloc(64), _cuda.pagelocked_zeros(9)
+    _cuda.memcpy_htod_async(kept[1], kept[2], kept[0])
+atexit.register(make)
+""",
+    "used in a __del__ of what goes last": """
+class Last:
+    # What it uses are its own: the module's globals are None by now, or gone.
+    def __init__(self):
+        self.copy, self.args = ring.memcpy_htod_async, (memory, values, "f4", stream)
+        self.array = left
+    def __del__(self):
+        self.copy(*self.args)
+        self.args[-1].synchronize()
+        if self.array is not None:
+            assert self.array[:2].copy().get().sum() == 128
+last = Last()
+last.itself = last
+sys.last = last
+del last
+""",
+    "made in a __del__ of what goes last": """
+class Last:
+    def __init__(self):
+        self.makers = [_cuda.Stream, _cuda.Event, _cuda.pagelocked_zeros]
+        self.context = context
+    def __del__(self):
+        stream, event = (make(self.context) for make in self.makers[:2])
+        stream.record(event)
+        event.synchronize()
+        assert self.makers[2](3, context=self.context).tolist() == [0, 0, 0]
+last = Last()
+last.itself = last
+""",
+    "staging and computing in threads that are still there": """
+in_threads(use)
+import time
+time.sleep(0.2)
+""",
+    "made and dropped in threads that are still there": """
+def make():
+    with _cuda.Stream() as own:
+        source = _cuda.register_host_memory(np.zeros(4096, "f4"))
+        _cuda.memcpy_htod_async(memory, source, own)
+        source.base.unregister()
+        _cuda.mem_alloc(64).free()
+in_threads(make)
+import time
+time.sleep(0.2)
+""",
+    "waited for at exit by a thread that is joined": """
+def work():
+    with context_of_threads:
+        for _ in range(20):
+            use()
+thread = threading.Thread(target=work)
+thread.start()
+""",
+}
+
+
+@pytest.mark.parametrize("ending", LATE_ENDINGS)
+def test_objects_may_be_used_and_made_while_the_process_ends(driver, ending):
+    done = run_script(LATE_SETUP + LATE_ENDINGS[ending])
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+
+
 def test_a_process_exits_with_a_copy_still_queued(driver):
     done = run_script(SETUP + "sys.exit(3)")
     assert (done.returncode, done.stderr) == (3, "")
