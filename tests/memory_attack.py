@@ -487,6 +487,22 @@ add("staging, a small ring", staged(lambda b: VALUES.astype("f8"), "f4", of="sma
 add("staging, nothing", staged(lambda b: np.zeros((0, 3))))
 
 
+def packed(count):
+    def prepare(b):
+        sources = [VALUES.astype(dtype) for dtype in ("f4", "f8", "i2")][:count]
+        dtypes = ["f4", np.dtype("f4"), "i2"][:count]
+        memory = zeroed(16 * KIB)
+        args = memory, sources, [0, 5000, 10000][:count], dtypes, b.stream
+        return partial(b.ring.memcpy_htod_packed_async, *args), memory_of(memory)
+
+    return prepare
+
+
+add("staging, packed", packed(3))
+add("staging, packed, one", packed(1))
+add("staging, packed, none", packed(0))
+
+
 def stage(make, dtype="f4", **more):
     def prepare(b):
         source = make()
@@ -654,6 +670,14 @@ def _(b):
 def _(b):
     array = b.engine.zeros((3, 3))
     return partial(b.engine.widen, array, array.ptr, "c16"), bytes_of(array)
+
+
+@call("handler.unpack")
+def _(b):
+    sources = floats(b, 12), b.engine.zeros(3)
+    arrays = b.engine.zeros((3, 3)), b.engine.zeros((3, 3))
+    args = arrays, [source.ptr for source in sources], ["u1", None]
+    return partial(b.engine.unpack, *args), bytes_of(*arrays)
 
 
 @call("handler.one_hot")

@@ -1,4 +1,4 @@
-"""The extensions imported once more: by another interpreter of the process, or again."""
+"""The extensions imported once more: by another interpreter, or again by this one."""
 
 from __future__ import annotations
 

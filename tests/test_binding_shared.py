@@ -25,7 +25,8 @@ COPY_MS = 0.05  # so that others come in while one waits
 SIZE = 4 * KIB  # elements of each array
 # What a call on an object that another thread has closed may say.
 DOCUMENTED = re.compile(
-    "(Stream|Event|DeviceMemory|StagingRing) is closed|src is not page-locked|memory was unregistered|"
+    "(Stream|Event|DeviceMemory|StagingRing) is closed|memory was unregistered|"
+    "src is not page-locked|"
     "cuEventElapsedTime failed: CUDA_ERROR_(NOT_READY|INVALID_HANDLE)"
 )
 
@@ -112,6 +113,13 @@ def stage(s, rnd):
     src = np.ones((rnd.randrange(1, 60), 50), rnd.choice(["f4", "f8", "i2"]))
     s.get(rnd, "ring").memcpy_htod_async(
         s.get(rnd, "memory"), src, "f4", s.any_stream(rnd), rnd.randrange(3)
+    )
+
+
+def stage_packed(s, rnd):
+    sources = [np.ones(rnd.randrange(1, 100), rnd.choice(["f4", "f8"])) for _ in "123"]
+    s.get(rnd, "ring").memcpy_htod_packed_async(
+        s.get(rnd, "memory"), sources, [0, 512, 1024], ["f4"] * 3, s.any_stream(rnd)
     )
 
 
@@ -221,7 +229,16 @@ def compute_right(s, rnd):
 
 
 STEPS_OF_BINDING = [copy_in, copy_in_now, copy_out, copy_between, set_bytes, stage]
-STEPS_OF_BINDING += [order, wait, look, close, replace, make_and_drop, carry_right]
+STEPS_OF_BINDING += [
+    stage_packed,
+    order,
+    wait,
+    look,
+    close,
+    replace,
+    make_and_drop,
+    carry_right,
+]
 ALL_STEPS = [*STEPS_OF_BINDING, compute, compute_right]
 
 
@@ -380,6 +397,8 @@ def test_memory_of_a_ring_is_unregistered_when_the_copy_through_it_has_been_queu
             ValueError, match="the StagingRing's memory was unregistered"
         ):
             ring.memcpy_htod_async(*args)
+        with pytest.raises(ValueError, match="memory was unregistered"):
+            ring.memcpy_htod_packed_async(memory, [values[:99]], [0], ["f4"])
         arrived = np.empty_like(values)
         _cuda.memcpy_dtoh(arrived, memory)
         assert np.array_equal(arrived, values)

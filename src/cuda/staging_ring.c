@@ -635,9 +635,12 @@ StagingRing_memcpy_htod_packed_async(PyObject *op, PyObject *const *args,
         htod_reserve(state, &copy, (size_t)nbytes) < 0) {
         goto done;
     }
+    if (ring_enter_memory(state, self, &copy.host) < 0) {
+        ledger_cancel(copy.ledger, &copy.ticket);
+        goto done;
+    }
     passage.dest = copy.dest.ptr;
     passage.stream = copy.stream.handle;
-    copy.host.hold = Py_NewRef(self->memory);
     take_lock(self);
     Py_BEGIN_ALLOW_THREADS
     carry_parcels(&passage, parcels, count, (size_t)nbytes);
