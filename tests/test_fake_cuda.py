@@ -1524,6 +1524,60 @@ def test_a_failed_call_does_nothing(d, fake):
     assert fake.live()["device_blocks"] == 0
 
 
+def test_failures_can_be_taken_back(d, fake):
+    fake.fail("cuMemAlloc", times=100)
+    fake.lose_context()
+    fake.heal()
+    d.alloc(4)
+
+
+def test_a_lost_context_fails_each_call_but_those_that_need_none(d, fake):
+    d.ok("cuStreamQuery", NULL)
+    fake.lose_context(after=2, code=719)
+    address, stream = d.alloc(4), c_void_p()
+    d.ok("cuStreamQuery", NULL)
+    assert fake.lost_calls() == 0
+    assert d.cuMemFree(address) == 719
+    assert d.cuStreamCreateWithPriority(byref(stream), 0, 0) == 719
+    assert d.cuStreamQuery(NULL) == 719
+    d.ok("cuInit", 0)
+    assert fake.live()["device_blocks"] == 1 and fake.lost_calls() == 3
+    fake.heal()
+    d.ok("cuMemFree", address)
+
+
+def test_a_delayed_call_waits_before_it_does_anything_while_others_go_on(d, fake):
+    fake.delay("cuMemAlloc", nth=1, ms=10_000)
+    d.alloc(4)
+    assert fake.delays() == {"now": 0, "begun": 0, "not let go": 0}
+
+    def allocate():
+        d.ok("cuCtxPushCurrent", d.context)
+        d.alloc(8)
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    while not fake.delays()["now"]:
+        time.sleep(0.001)
+    assert fake.live()["device_blocks"] == 1
+    d.alloc(4)
+    fake.end_delays()
+    thread.join()
+    assert fake.live()["device_blocks"] == 3
+    assert fake.delays() == {"now": 0, "begun": 1, "not let go": 0}
+
+
+def test_a_delayed_call_goes_on_by_itself_when_its_time_is_over(d, fake):
+    fake.delay("cuMemAlloc", ms=30)
+    fake.delay("cuMemFree")
+    started = time.monotonic()
+    address = d.alloc(4)
+    assert time.monotonic() - started >= 0.03
+    fake.end_delays(forget=True)
+    d.ok("cuMemFree", address)
+    assert fake.delays() == {"now": 0, "begun": 1, "not let go": 1}
+
+
 def test_calls_are_counted_by_name(d, fake):
     before = fake.calls("cuStreamQuery")
     d.ok("cuStreamQuery", NULL)

@@ -10,6 +10,7 @@ from typing import Iterator
 
 MODES = {"late": 0, "random": 1, "eager": 2}
 OUT_OF_MEMORY = 2
+ILLEGAL_ADDRESS = 700
 CUBLAS_ALLOC_FAILED = 3
 DEVICE_BYTES = 8 << 30  # the limit after a reset
 NO_LIMIT = c_size_t(-1).value
@@ -42,6 +43,10 @@ PROTOTYPES = {
     "fake_entry_name": (c_char_p, (c_int,)),
     "fake_calls": (c_uint64, (c_int,)),
     "fake_fail": (c_int, (c_int, c_uint64, c_uint64, c_int)),
+    "fake_heal": (None, ()),
+    "fake_lose_context": (None, (c_uint64, c_int)),
+    "fake_delay": (c_int, (c_int, c_uint64, c_uint64)),
+    "fake_end_delays": (None, (c_int,)),
     "fake_hide": (None, (c_int, c_int)),
     "fake_count": (c_uint64, (c_char_p,)),
     "fake_spin": (c_int, (c_void_p, c_void_p, c_uint64)),
@@ -180,6 +185,47 @@ class FakeCuda:
             code = CUBLAS_ALLOC_FAILED if cublas else OUT_OF_MEMORY
         if self.library.fake_fail(self._entry(name), nth, times, code):
             raise RuntimeError("too many planned failures")
+
+    def heal(self) -> None:
+        """Let no more calls fail: forget what fail() and lose_context() have planned."""
+        self.library.fake_heal()
+
+    def lose_context(self, after: int = 0, code: int = ILLEGAL_ADDRESS) -> None:
+        """Lose the context after so many more calls, of whatever entry points.
+
+        From then on every call returns that code, and does nothing else; cuBLAS's return
+        CUBLAS_STATUS_EXECUTION_FAILED. Only what needs no context still works: cuInit,
+        the driver's version and the names of its errors.
+        """
+        self.library.fake_lose_context(after, code)
+
+    def all_calls(self) -> int:
+        """Return the number of calls as lose_context() counts them."""
+        return self._count("all_calls")
+
+    def lost_calls(self) -> int:
+        """Return how many calls have failed since the context was lost."""
+        return self._count("lost_calls")
+
+    def delay(self, name: str, nth: int = 0, ms: float = 300) -> None:
+        """Let the nth next call of an entry point wait so long before it does anything.
+
+        end_delays() lets it go on earlier. The rest of the driver works meanwhile.
+        """
+        if self.library.fake_delay(self._entry(name), nth, _nanoseconds(ms)):
+            raise RuntimeError("too many planned delays")
+
+    def end_delays(self, forget: bool = False) -> None:
+        """Let the calls that wait go on; those to come wait no more if ``forget``."""
+        self.library.fake_end_delays(forget)
+
+    def delays(self) -> dict[str, int]:
+        """Return how many calls wait now, have waited, and were not let go earlier."""
+        return {
+            "now": self._count("delayed"),
+            "begun": self._count("begun_delays"),
+            "not let go": self._count("ended_delays"),
+        }
 
     def hide(self, name: str, hidden: bool = True) -> None:
         """Let cuGetProcAddress not find an entry point, or find it again."""

@@ -58,7 +58,10 @@ set_defaults(void)
     fake.page_locked_limit = SIZE_MAX;
     memset(fake.calls, 0, sizeof(fake.calls));
     memset(fake.hidden, 0, sizeof(fake.hidden));
-    fake.failure_count = 0;
+    fake.failure_count = fake.delay_count = 0;
+    fake.all_calls = fake.lost_calls = 0;
+    fake.lost_from = UINT64_MAX;
+    fake.begun_delays = fake.ended_delays = 0;
     fake.host_syncs = 0;
     free(fake.kernels);
     fake.kernels = NULL;
@@ -91,6 +94,7 @@ FAKE_EXPORT void
 fake_reset(void)
 {
     lock();
+    fake.releases++;
     for (queue_cancel_all(); fake.waiters; queue_cancel_all()) {
         unlock();
         sched_yield();
@@ -225,6 +229,63 @@ fake_fail(int call, uint64_t skip, uint64_t times, int code)
     return room ? 0 : -1;
 }
 
+/* Let no more calls fail; the context is there again. */
+FAKE_EXPORT void
+fake_heal(void)
+{
+    lock();
+    fake.failure_count = 0;
+    fake.lost_from = UINT64_MAX;
+    unlock();
+}
+
+/* After `skip` more calls, of whatever entry points, the context is lost: all calls
+   that need one return `code`. */
+FAKE_EXPORT void
+fake_lose_context(uint64_t skip, int code)
+{
+    lock();
+    fake.lost_from = fake.all_calls + skip;
+    fake.lost_code = (CUresult)code;
+    fake.lost_calls = 0;
+    unlock();
+}
+
+/* Let the call after `skip` more that do not wait so many ns before it does anything,
+   or until they are let go. Return 0, or -1 if too many are planned already. */
+FAKE_EXPORT int
+fake_delay(int call, uint64_t skip, uint64_t ns)
+{
+    lock();
+    size_t kept = 0;
+    for (size_t i = 0; i < fake.delay_count; i++) {
+        if (fake.delays[i].ns > 0) {
+            fake.delays[kept++] = fake.delays[i];
+        }
+    }
+    fake.delay_count = kept;
+    bool room = kept < MAX_DELAYS;
+    if (room) {
+        fake.delays[fake.delay_count++] =
+            (struct delay){(enum call)call, fake.calls[call] + skip, ns};
+    }
+    unlock();
+    return room ? 0 : -1;
+}
+
+/* Let the calls that wait go on; if `forget`, there are to be no others either. */
+FAKE_EXPORT void
+fake_end_delays(int forget)
+{
+    lock();
+    fake.releases++;
+    if (forget) {
+        fake.delay_count = 0;
+    }
+    pthread_cond_broadcast(&fake.changed);
+    unlock();
+}
+
 /* Let cuGetProcAddress find the entry point or not. */
 FAKE_EXPORT void
 fake_hide(int call, int hidden)
@@ -250,6 +311,11 @@ fake_hide(int call, int hidden)
     X(registered_bytes, fake.bytes[BLOCK_REGISTERED])                   \
     X(pending, fake.pending)                                            \
     X(host_syncs, fake.host_syncs)                                      \
+    X(all_calls, fake.all_calls)                                        \
+    X(lost_calls, fake.lost_calls)                                      \
+    X(delayed, fake.delayed)                                            \
+    X(begun_delays, fake.begun_delays)                                  \
+    X(ended_delays, fake.ended_delays)                                  \
     X(child_calls, __atomic_load_n(fake.child_calls, __ATOMIC_RELAXED)) \
     X(faults, fake.faults)                                              \
     X(damaged_zones, memory_damaged_zones())                            \

@@ -54,8 +54,12 @@ static enum status
 enter_cublas(enum call call, struct context **current)
 {
     CUresult code = enter_early(call);
-    if (code != CUDA_SUCCESS) { /* the code of a planned failure is one of cuBLAS */
-        return fake.forked ? STATUS_NOT_INITIALIZED : (enum status)code;
+    if (code != CUDA_SUCCESS && fake.forked) {
+        return STATUS_NOT_INITIALIZED;
+    }
+    if (code != CUDA_SUCCESS) { /* planned: one of cuBLAS's, or the context is lost */
+        return (int)code <= STATUS_NOT_SUPPORTED ? (enum status)code
+                                                 : STATUS_EXECUTION_FAILED;
     }
     if (context_current(current) != CUDA_SUCCESS) {
         leave(CUDA_SUCCESS);

@@ -28,11 +28,52 @@ refuse_in_child(void)
     return CUDA_ERROR_NOT_INITIALIZED;
 }
 
+/* Say whether a call is of those that work where the context is lost. */
+static bool
+needs_no_context(enum call call)
+{
+    switch (call) {
+    case CALL_cuInit:
+    case CALL_cuDriverGetVersion:
+    case CALL_cuGetErrorName:
+    case CALL_cuGetErrorString:
+        return true;
+    default:
+        return false;
+    }
+}
+
+/* Let a call that is to be late wait, without the lock. */
+static void
+wait_delay(enum call call, uint64_t number)
+{
+    for (size_t i = 0; i < fake.delay_count; i++) {
+        struct delay *delay = &fake.delays[i];
+        if (delay->call == call && delay->number == number && delay->ns > 0) {
+            uint64_t end = clock_now() + delay->ns, releases = fake.releases;
+            delay->ns = 0;
+            fake.begun_delays++;
+            fake.delayed++;
+            while (fake.releases == releases && clock_now() < end) {
+                sleep_until(end);
+            }
+            fake.delayed--;
+            fake.ended_delays += fake.releases == releases;
+            return;
+        }
+    }
+}
+
 /* Count the call; return the code of a planned failure of it, if there is one. */
 static CUresult
 count_call(enum call call)
 {
     uint64_t number = fake.calls[call]++;
+    if (!needs_no_context(call) && fake.all_calls++ >= fake.lost_from) {
+        fake.lost_calls++;
+        return fake.lost_code;
+    }
+    wait_delay(call, number);
     for (size_t i = 0; i < fake.failure_count; i++) {
         const struct failure *failure = &fake.failures[i];
         if (failure->call == call && failure->first <= number

@@ -31,6 +31,7 @@
 enum {
     MAX_DEVICES = 16,
     MAX_FAILURES = 256,
+    MAX_DELAYS = 16,
     STACK_DEPTH = 64,
     DEFAULT_DRIVER_VERSION = 13000,
     LOWEST_PRIORITY = 0,
@@ -252,6 +253,13 @@ struct failure {
     CUresult code;
 };
 
+/* One call that does not return for a while. */
+struct delay {
+    enum call call;
+    uint64_t number; /* of the call */
+    uint64_t ns;     /* at most; 0 once it has begun */
+};
+
 /* Handles are numbers never used twice, so a destroyed one is known as such for ever.
  */
 struct handles {
@@ -282,6 +290,15 @@ struct fake {
     bool hidden[CALL_COUNT];
     struct failure failures[MAX_FAILURES];
     size_t failure_count;
+    uint64_t all_calls;  /* of all entry points that need a context */
+    uint64_t lost_from;  /* from this one of them on it is lost */
+    uint64_t lost_calls; /* that have failed so */
+    CUresult lost_code;
+    struct delay delays[MAX_DELAYS];
+    size_t delay_count;
+    uint64_t releases;   /* how often those that wait were let go */
+    size_t delayed;      /* calls that wait now */
+    uint64_t begun_delays, ended_delays; /* the latter: by time, not let go */
     uint64_t host_syncs;
 
     struct handles context_handles, stream_handles, event_handles;
@@ -330,6 +347,7 @@ void objects_reset(void);
 
 /* fake_queue.c */
 uint64_t clock_now(void);
+void sleep_until(uint64_t time);
 struct item *item_new(enum item_kind kind, struct stream *stream);
 void item_unref(struct item *item);
 void queue_submit(struct stream *stream, struct item *item);

@@ -407,8 +407,8 @@ next_finish(void)
     return first;
 }
 
-/* Sleep without the lock until that time, or until items were done. */
-static void
+/* Sleep without the lock until that time, or until something has changed. */
+void
 sleep_until(uint64_t time)
 {
     struct timespec until = {.tv_sec = (time_t)(time / 1000000000u),
