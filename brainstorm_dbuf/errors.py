@@ -9,6 +9,11 @@ from __future__ import annotations
 __all__ = ["CudaError", "CudaMemoryError", "DriverError", "ForkError"]
 
 
+# After these no CUDA call of the process works: "the process must be terminated and
+# relaunched" (CUDA Driver API, CUresult); context_is_lost in src/cuda/error.c.
+_LOST = frozenset({226, 700, 702, 710, *range(714, 720), 721, 911})
+
+
 class CudaError(RuntimeError):
     """A CUDA driver call failed.
 
@@ -26,6 +31,11 @@ class CudaError(RuntimeError):
         self.name = name
         self.detail = detail
 
+    @property
+    def context_is_lost(self) -> bool:
+        """Whether no CUDA call of this process works any more: start it again."""
+        return self.code in _LOST
+
     def __str__(self) -> str:
         number = f" ({self.code})" if self.code else ""
         tail = f": {self.detail}" if self.detail else ""
@@ -39,7 +49,10 @@ class CudaError(RuntimeError):
 
 
 class CudaMemoryError(CudaError, MemoryError):
-    """Device or page-locked memory ran out (``CUDA_ERROR_OUT_OF_MEMORY``)."""
+    """Device or page-locked memory ran out.
+
+    ``CUDA_ERROR_OUT_OF_MEMORY``, or cuBLAS's ``CUBLAS_STATUS_ALLOC_FAILED``.
+    """
 
 
 class DriverError(CudaError):

@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from . import held_memory, one_hot, switching
+from . import _cuda, held_memory, one_hot, switching
 from .access import access_for
 from .copy_clock import CopyClock, link_rate
 from .held_memory import HeldMemory
@@ -136,8 +136,17 @@ class Feed:
     def __enter__(self) -> Feed:
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        self.close(_is_interrupt(exc_type))
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: object,
+    ) -> None:
+        try:
+            self.close(_is_interrupt(exc_type))
+        except _cuda.CudaError as another:
+            if not _says_as_much(error, another):
+                raise
 
     def close(self, interrupted: bool = False) -> None:
         """End all passes, give the back buffers and streams back. Twice is harmless.
@@ -339,8 +348,17 @@ class Pass:
         self._feed.begin_pass(self)
         return self
 
-    def __exit__(self, exc_type: type[BaseException] | None, *exc_info: object) -> None:
-        self.close(_is_interrupt(exc_type))
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: object,
+    ) -> None:
+        try:
+            self.close(_is_interrupt(exc_type))
+        except _cuda.CudaError as another:
+            if not _says_as_much(error, another):
+                raise
 
     # ---------------------------- the trainer's thread ---------------------------- #
 
@@ -671,6 +689,14 @@ class _End:
 
 def _is_interrupt(exc_type: type[BaseException] | None) -> bool:
     return exc_type is not None and issubclass(exc_type, KeyboardInterrupt)
+
+
+def _says_as_much(error: BaseException | None, another: _cuda.CudaError) -> bool:
+    """Say whether the error that ends a pass says all that the one after it does.
+
+    Where the context is lost each call fails, with the same words.
+    """
+    return isinstance(error, _cuda.CudaError) and error.code == another.code
 
 
 def check_depth(depth: int) -> int:

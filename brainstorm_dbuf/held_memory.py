@@ -109,6 +109,8 @@ class Region:
         try:
             self._locked = self._register(context)
         except _cuda.CudaError as error:
+            if error.context_is_lost:
+                raise
             stats.note_fallback(
                 f"data could not be page-locked where they lie ({error}): they are "
                 "staged"

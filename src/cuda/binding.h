@@ -308,7 +308,12 @@ COLD PyObject *raise_closed(const char *what);
 /* True for the errors that mean: the context is gone, and the resource went with it. */
 int context_is_gone(CUresult status);
 
-/* In a dealloc: report a failed call as unraisable, unless the context is gone. */
+/* True for the errors after which every call of the process fails (CUDA Driver API,
+ * CUresult: "the process must be terminated and relaunched"). raise_cuda says so. */
+int context_is_lost(CUresult status);
+
+/* In a dealloc: report a failed call as unraisable, unless the context is gone, or
+ * known to be lost. */
 void report_unraisable(void *self, const char *call, CUresult status);
 
 /* Keep the exception that is being handled across a dealloc that may set its own. */

@@ -344,6 +344,28 @@ Context_push(PyObject *op, PyObject *Py_UNUSED(ignored))
     Py_RETURN_NONE;
 }
 
+/* End a push. */
+static void
+drop_push(ContextObject *self)
+{
+    if (self->pushes > 0) { /* 0: another library pushed it */
+        self->pushes--;
+        Py_DECREF(self);
+    }
+}
+
+/* Raise for a pop that failed. The context counts as current still, and is held; not
+ * where it is lost: no work of this process needs it any more. */
+static PyObject *
+raise_unpopped(ModuleState *state, ContextObject *self, const char *call,
+               CUresult status)
+{
+    if (context_is_lost(status)) {
+        drop_push(self);
+    }
+    return raise_cuda(state, call, status, NULL);
+}
+
 static PyObject *
 Context_pop(PyObject *op, PyObject *Py_UNUSED(ignored))
 {
@@ -355,7 +377,7 @@ Context_pop(PyObject *op, PyObject *Py_UNUSED(ignored))
     }
     CUresult status = driver.CtxGetCurrent(&handle);
     if (status != CUDA_SUCCESS) {
-        return raise_cuda(state, "cuCtxGetCurrent", status, NULL);
+        return raise_unpopped(state, self, "cuCtxGetCurrent", status);
     }
     if (handle != self->handle) {
         return PyErr_Format(PyExc_ValueError,
@@ -364,12 +386,9 @@ Context_pop(PyObject *op, PyObject *Py_UNUSED(ignored))
     }
     status = driver.CtxPopCurrent(&handle);
     if (status != CUDA_SUCCESS) {
-        return raise_cuda(state, "cuCtxPopCurrent", status, NULL);
+        return raise_unpopped(state, self, "cuCtxPopCurrent", status);
     }
-    if (self->pushes > 0) { /* 0: another library pushed it */
-        self->pushes--;
-        Py_DECREF(self);
-    }
+    drop_push(self);
     Py_RETURN_NONE;
 }
 

@@ -404,10 +404,14 @@ device_end_ask_size(ModuleState *state, const char *role, DeviceEnd *end,
     Scope scope;
     IN_CONTEXT(scope, context->handle, status,
                driver.MemGetAddressRange(&base, &size, end->ptr));
-    if (status != CUDA_SUCCESS) {
-        raise_cuda(state, scope_call(&scope, "cuMemGetAddressRange"), status,
+    if (status == CUDA_ERROR_NOT_FOUND || status == CUDA_ERROR_INVALID_VALUE) {
+        raise_cuda(state, "cuMemGetAddressRange", status,
                    "%s: the driver knows no device memory at %p", role,
                    (void *)(uintptr_t)end->ptr);
+        return -1;
+    }
+    if (status != CUDA_SUCCESS) {
+        raise_cuda(state, scope_call(&scope, "cuMemGetAddressRange"), status, NULL);
         return -1;
     }
     end->nbytes = size - (size_t)(end->ptr - base);

@@ -16,6 +16,27 @@ set_error(PyObject *cls, const char *call, int code, const char *name, PyObject 
     }
 }
 
+/* Whether an error that says that the context is lost was raised or reported: what the
+ * deallocs that follow have to say is the same. The process never gets it back. */
+static _Atomic(int) loss_is_known;
+
+/* The detail of an error, and what to do about a context that is lost. Steals detail,
+ * which may be NULL (error set). */
+static PyObject *
+add_what_to_do(PyObject *detail)
+{
+    atomic_store(&loss_is_known, 1);
+    if (detail == NULL) {
+        return NULL;
+    }
+    PyObject *longer = PyUnicode_FromFormat(
+        "%U%sit may be the fault of earlier work on the device. No CUDA call of this "
+        "process works any more: end the program and start it again",
+        detail, PyUnicode_GET_LENGTH(detail) > 0 ? "; " : "");
+    Py_DECREF(detail);
+    return longer;
+}
+
 PyObject *
 raise_cuda(ModuleState *state, const char *call, CUresult status, const char *format,
            ...)
@@ -39,6 +60,9 @@ raise_cuda(ModuleState *state, const char *call, CUresult status, const char *fo
             words = "";
         }
         detail = PyUnicode_FromString(words);
+    }
+    if (context_is_lost(status)) {
+        detail = add_what_to_do(detail);
     }
     PyObject *cls = state->CudaError;
     if (status == CUDA_ERROR_OUT_OF_MEMORY) {
@@ -76,10 +100,33 @@ context_is_gone(CUresult status)
            status == CUDA_ERROR_CONTEXT_IS_DESTROYED;
 }
 
+int
+context_is_lost(CUresult status)
+{
+    switch ((int)status) { /* not every cuda.h has all of the names */
+    case 226:              /* CUDA_ERROR_CONTAINED */
+    case CUDA_ERROR_ILLEGAL_ADDRESS:
+    case CUDA_ERROR_LAUNCH_TIMEOUT:
+    case CUDA_ERROR_ASSERT:
+    case CUDA_ERROR_HARDWARE_STACK_ERROR:
+    case CUDA_ERROR_ILLEGAL_INSTRUCTION:
+    case CUDA_ERROR_MISALIGNED_ADDRESS:
+    case CUDA_ERROR_INVALID_ADDRESS_SPACE:
+    case CUDA_ERROR_INVALID_PC:
+    case CUDA_ERROR_LAUNCH_FAILED:
+    case 721: /* CUDA_ERROR_TENSOR_MEMORY_LEAK */
+    case 911: /* CUDA_ERROR_EXTERNAL_DEVICE */
+        return 1;
+    default:
+        return 0;
+    }
+}
+
 void
 report_unraisable(void *self, const char *call, CUresult status)
 {
-    if (status == CUDA_SUCCESS || context_is_gone(status)) {
+    if (status == CUDA_SUCCESS || context_is_gone(status) ||
+        (context_is_lost(status) && atomic_load(&loss_is_known))) {
         return;
     }
     ModuleState *state = state_of(self);
