@@ -198,7 +198,8 @@ carry_shares(void *job)
     }
 }
 
-/* After a failure a place may be in flight without an event that says so. */
+/* After a failure a place may be in flight without an event that says so. Needs no GIL.
+ */
 static void
 await_stream(const Passage *passage)
 {
@@ -207,16 +208,6 @@ await_stream(const Passage *passage)
     IN_CONTEXT(scope, context_of(passage), status,
                driver.StreamSynchronize(passage->stream));
     (void)status;
-}
-
-/* All of it. Needs no GIL. */
-static void
-carry(Passage *passage, int threads)
-{
-    team_run(threads, carry_shares, passage);
-    if (has_failed(passage)) {
-        await_stream(passage);
-    }
 }
 
 /* Whether it is a single piece that can go at once, without waiting. */
@@ -427,11 +418,16 @@ StagingRing_memcpy_htod_async(PyObject *op, PyObject *const *args, Py_ssize_t na
     take_lock(self);
     if (gather_is_tiny(&passage.gather) && copy_is_brief(copy.ledger, nbytes) &&
         place_is_free(&passage)) {
-        carry(&passage, 1);
+        carry_shares(&passage);
     }
     else {
         Py_BEGIN_ALLOW_THREADS
-        carry(&passage, number);
+        team_run(number, carry_shares, &passage);
+        Py_END_ALLOW_THREADS
+    }
+    if (has_failed(&passage)) {
+        Py_BEGIN_ALLOW_THREADS
+        await_stream(&passage);
         Py_END_ALLOW_THREADS
     }
     self->pieces += passage.count;

@@ -29,9 +29,11 @@ make_scratch(EngineObject *self)
     void *ptr = NULL;
     CUresult status;
     Scope scope;
+    Py_BEGIN_ALLOW_THREADS
     IN_CONTEXT(scope, self->context->handle, status,
                driver.MemHostAlloc(
                    &ptr, BYTES, CU_MEMHOSTALLOC_PORTABLE | CU_MEMHOSTALLOC_DEVICEMAP));
+    Py_END_ALLOW_THREADS
     if (status != CUDA_SUCCESS) {
         raise_cuda(self->state, scope_call(&scope, "cuMemHostAlloc"), status,
                    "%d bytes of page-locked memory", (int)BYTES);
@@ -206,8 +208,10 @@ give_up(EngineObject *self, const char **call)
     if (self->scratch != NULL) {
         status = CUDA_SUCCESS;
         if (driver_usable()) {
+            Py_BEGIN_ALLOW_THREADS
             IN_CONTEXT(scope, self->context->handle, status,
                        driver.MemFreeHost(self->scratch));
+            Py_END_ALLOW_THREADS
         }
         live.page_locked_blocks--;
         live.page_locked_bytes -= SCRATCH_BYTES + 64;

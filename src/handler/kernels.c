@@ -75,8 +75,10 @@ kernels_unload(EngineObject *engine)
     CUresult status = CUDA_SUCCESS;
     Scope scope;
     if (engine->image != NULL && driver_usable()) {
+        Py_BEGIN_ALLOW_THREADS
         IN_CONTEXT(scope, engine->context->handle, status,
                    driver.ModuleUnload(engine->image));
+        Py_END_ALLOW_THREADS
     }
     engine->image = NULL;
     return status;
