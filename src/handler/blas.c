@@ -41,8 +41,8 @@ enum {
     WORKSPACE_BYTES = 32 << 20, /* what cuBLAS recommends for Hopper */
 };
 
-const char *
-blas_status_name(int status)
+static const char *
+status_name(Status status)
 {
     static const struct {
         int status;
@@ -59,6 +59,24 @@ blas_status_name(int status)
         }
     }
     return "CUBLAS_STATUS_UNKNOWN";
+}
+
+PyObject *
+blas_raise(EngineObject *engine, const char *call, int status, const char *when)
+{
+    enum { ALLOC_FAILED = 3 };
+    CUresult state = CUDA_SUCCESS;
+    Scope scope;
+    /* cuBLAS does not tell that the context is lost; the driver does. */
+    IN_CONTEXT(scope, engine->context->handle, state,
+               driver.StreamQuery(engine->stream->handle));
+    if (context_is_lost(state)) {
+        return raise_cuda(engine->state, call, state, "%s %s", status_name(status),
+                          when);
+    }
+    return raise_plain(status == ALLOC_FAILED ? engine->state->CudaMemoryError
+                                              : engine->state->CudaError,
+                       call, status_name(status), "%s", when);
 }
 
 /* The path that cuda-pathfinder finds; a new reference, or NULL with no error set. */
@@ -186,16 +204,21 @@ set_up(EngineObject *engine, int tf32)
     void *handle = NULL;
     const char *call = NULL;
     Status made = 0;
+    CUresult entered;
     Scope scope;
     Py_BEGIN_ALLOW_THREADS
-    if (scope_enter(&scope, engine->context->handle) == CUDA_SUCCESS) {
+    entered = scope_enter(&scope, engine->context->handle);
+    if (entered == CUDA_SUCCESS) {
         made = make_handle(engine, tf32, &handle, &call);
         scope_leave(&scope);
     }
     Py_END_ALLOW_THREADS
+    if (entered != CUDA_SUCCESS) {
+        raise_cuda(engine->state, scope.failed, entered, "cuBLAS could not be set up");
+        return -1;
+    }
     if (handle == NULL) {
-        raise_plain(engine->state->CudaError, scope_call(&scope, call),
-                    blas_status_name(made), "cuBLAS could not be set up");
+        blas_raise(engine, call, made, "while cuBLAS was set up");
         return -1;
     }
     if (engine->blas[tf32] == NULL) {
@@ -229,6 +252,7 @@ void
 blas_close(EngineObject *engine)
 {
     Scope scope;
+    Py_BEGIN_ALLOW_THREADS
     for (int tf32 = 0; tf32 < 2; tf32++) {
         if (engine->blas[tf32] != NULL && driver_usable() &&
             scope_enter(&scope, engine->context->handle) == CUDA_SUCCESS) {
@@ -237,6 +261,7 @@ blas_close(EngineObject *engine)
         }
         engine->blas[tf32] = NULL;
     }
+    Py_END_ALLOW_THREADS
 }
 
 /* cuBLAS's matrices are column-major: a row-major product is that of the transposed

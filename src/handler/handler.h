@@ -276,7 +276,10 @@ PyObject *op_end(Op *op);
  * before op_begin. Return 0, or -1 with an error set (op_end follows). */
 int blas_ready(Op *op, PyObject *core);
 void blas_close(EngineObject *engine);
-const char *blas_status_name(int status);
+
+/* Set the exception for a call of cuBLAS that failed; `when`: "in dot_mm". NULL. */
+COLD PyObject *blas_raise(EngineObject *engine, const char *call, int status,
+                          const char *when);
 
 /* ---- Elementwise (elementwise.c) ---- */
 

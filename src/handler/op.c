@@ -165,8 +165,9 @@ op_end(Op *op)
         return raise_cuda(engine->state, op->call, op->status, "in %s", op->name);
     }
     if (op->blas_status != 0) {
-        return raise_plain(engine->state->CudaError, op->call,
-                           blas_status_name(op->blas_status), "in %s", op->name);
+        char when[80];
+        snprintf(when, sizeof(when), "in %s", op->name);
+        return blas_raise(engine, op->call, op->blas_status, when);
     }
     Py_RETURN_NONE;
 }
