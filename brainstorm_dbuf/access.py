@@ -158,16 +158,16 @@ class CudaAccess:
         return isinstance(array, self._array_type)
 
     def can_put(self, fronts: Collection[Any]) -> bool:
-        """Whether :meth:`put` is better than a back buffer: for small arrays."""
+        """Whether :meth:`put` is better than a back buffer: for small arrays.
+
+        Raises:
+            CudaMemoryError: it would be, but page-locked memory ran short.
+        """
         sizes = list(map(self.nbytes, fronts))
         if sum(sizes) > MOST_PUT_BYTES or not all(map(is_contiguous, fronts)):
             return False
-        if self.sets(fronts):
-            return True
-        try:
+        if not self.sets(fronts):
             self.reserve_staging(sizes)
-        except MemoryError:
-            return False
         return True
 
     def sets(self, fronts: Collection[Any]) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from . import _cuda, minibatch
@@ -84,6 +84,8 @@ class DoubleBufferedInput:
         # small that the handler's own copy is best.
         self._inputs: tuple[str, ...] = ()
         self._sets = False
+        # Whether there was no memory for `put`.
+        self._is_short = False
         # What `put` brings to the network, in bytes.
         self.put_nbytes = 0
         # Whether `put` has queued copies from where the iterator's data lie.
@@ -292,12 +294,26 @@ class DoubleBufferedInput:
             self._puts = (
                 kind.signature is not None
                 and net.handler is self._handler
-                and self._access.can_put(fronts)
+                and self._can_put(fronts)
             )
             self._sets = self._puts and self._access.sets(fronts)
             self._inputs = tuple(net.buffer.Input.outputs.keys())
             self.put_nbytes = sum(map(self._access.nbytes, fronts))
         return self._puts
+
+    def _can_put(self, fronts: Collection[Any]) -> bool:
+        if self._is_short:
+            return False
+        try:
+            return self._access.can_put(fronts)
+        except MemoryError as error:
+            self._is_short = True
+            if self._allowed:  # else it was said already that there are none
+                self._stats.note(
+                    f"page-locked memory ran short ({error}): small minibatches go "
+                    "through back buffers"
+                )
+            return False
 
     def _fronts(self, kind: Kind, net: Any) -> dict[str, Any]:
         fronts = net.buffer.Input.outputs

@@ -452,6 +452,9 @@ def test_page_locked_data_needs_no_page_locked_memory_of_the_feed(fake, driver, 
     job.train(From(lambda: iter(sources)))
     assert job.seen == codes(0, 1, 2, 3, 4)
     assert job.stats.fallbacks == [] and job.stats.page_locked_bytes == 0
+    # The shorter way into the network would need some.
+    noted = ["small minibatches go through back buffers" in n for n in job.stats.notes]
+    assert noted == [True] * (way == "automatic")
 
 
 def test_no_memory_anywhere_on_the_device_is_brainstorms_own_error(fake, driver, way):
