@@ -107,6 +107,27 @@ def test_each_code_after_which_no_call_works_says_what_to_do(code, fake):
         assert not caught.value.context_is_lost
 
 
+def test_data_that_are_not_page_locked_for_that_reason_are_not_staged(fake, driver):
+    fake.fail("cuMemHostRegister", code=700)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(dbuf.CudaError, match="cuMemHostRegister.*" + WHAT_TO_DO):
+            TRAININGS["device", "held"](driver)
+
+
+@pytest.mark.parametrize("entry", ["cublasCreate_v2", "cublasSgemm_v2"])
+def test_cublas_does_not_know_of_it_but_its_error_does(entry, fake, kernels):
+    handler = dbuf.CudaHandler(seed=1)
+    a = handler.ones((3, 3))
+    fake.fail(entry, code=13)
+    fake.fail("cuStreamQuery", code=719)
+    with pytest.raises(dbuf.CudaError, match=WHAT_TO_DO) as caught:
+        handler.dot_mm(a, a, handler.zeros((3, 3)))
+    error = caught.value
+    assert (error.call, error.code) == (entry.removesuffix("_v2"), 719)
+    assert "CUBLAS_STATUS_EXECUTION_FAILED" in str(error) and error.context_is_lost
+
+
 SCRIPT = """
     import os, sys
     import brainstorm_dbuf as dbuf

@@ -112,6 +112,8 @@ def fail_once(entry, nth, training, expected, fake, driver):
         told = reported or said or entry in OVERLOOKED
         assert told or not has_failed, f"{what} failed and nobody said so"
     assert len(reported) <= 1, (what, reported)
+    if entry in ("cuCtxGetCurrent", "cuCtxPopCurrent"):
+        end_push(before[0]["contexts"], fake)
     after = live_in_both(fake)
     assert after[0] == before[0], what
     kept = sum(after[1][kind] - before[1][kind] for kind in KINDS)
@@ -120,6 +122,44 @@ def fail_once(entry, nth, training, expected, fake, driver):
     assert np.array_equal(again, expected), what
     assert live_in_both(fake)[0] == before[0], what
     return has_failed
+
+
+def end_push(count, fake):
+    """Let go of a context that could not be popped: it counts as current, and is held."""
+    if dbuf.live_objects()["contexts"] > count:
+        context = dbuf.Context.primary()
+        fake.push_context(context.handle)
+        context.pop()
+
+
+def first_product():
+    handler = dbuf.CudaHandler(seed=1)
+    handler.dot_mm(handler.ones((3, 3)), handler.ones((3, 3)), handler.zeros((3, 3)))
+
+
+def test_a_context_that_cannot_be_made_current_is_named_wherever_it_is(fake, driver):
+    """Also while cuBLAS is set up."""
+    first_product()
+    gc.collect()
+    before = fake.calls("cuCtxPushCurrent")
+    first_product()
+    count = fake.calls("cuCtxPushCurrent") - before
+    for nth in range(count):
+        fake.fail("cuCtxPushCurrent", nth, 999)
+        with unraisable_errors() as reported:
+            try:
+                first_product()
+            except dbuf.CudaError as error:
+                reported.append((error.call, error.name))
+            gc.collect()
+        fake.heal()
+        assert reported in ([], [("cuCtxPushCurrent", "CUDA_ERROR_UNKNOWN")]), nth
+
+
+def test_memory_that_cublas_does_not_get_is_short_memory(fake, driver):
+    fake.fail("cublasCreate_v2", code=3)
+    with pytest.raises(dbuf.CudaMemoryError, match="CUBLAS_STATUS_ALLOC_FAILED"):
+        first_product()
 
 
 KINDS = (
