@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import brainstorm_dbuf as dbuf
-from brainstorm_dbuf import feed, held_memory
+from brainstorm_dbuf import _cuda, feed, held_memory
 from coded import From, Job, batch, codes, workers
 from conftest import KIND, skip_without
 from faulty import (
@@ -189,6 +189,28 @@ def test_ctrl_c_in_a_late_call_ends_training_when_it_returns(
         assert np.array_equal(training(driver), expected), what
         tried += interrupted
     print(f"{tried} late calls interrupted")
+
+
+@pytest.mark.parametrize("of_a_handler", [False, True])
+def test_others_go_on_while_it_is_asked_how_much_memory_there_is(
+    of_a_handler, fake, driver, request
+):
+    """As the error does that says what ran short."""
+    allocate = dbuf.mem_alloc
+    if of_a_handler:
+        request.getfixturevalue("kernels")
+        handler = dbuf.CudaHandler(seed=1)
+        allocate = lambda nbytes: handler.allocate((nbytes // 4,))  # noqa: E731
+    fake.set_limits(device_bytes=1 << 20)
+    fake.delay("cuMemGetInfo", ms=3_000)
+    with Told(fake, fake.end_delays) as told:
+        with pytest.raises(dbuf.CudaMemoryError, match="are free"):
+            allocate(1 << 30)
+    assert told.saw and not fake.delays()["not let go"]
+    fake.delay("cuMemGetInfo", ms=3_000)
+    with Told(fake, fake.end_delays) as told:
+        assert _cuda.mem_get_info()[1] == 1 << 20
+    assert told.saw
 
 
 def wait_until(is_so, seconds=10):

@@ -82,8 +82,10 @@ mem_alloc(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *k
         size_t free_bytes = 0, total = 0;
         CUresult told;
         Scope other;
+        Py_BEGIN_ALLOW_THREADS
         IN_CONTEXT(other, context->handle, told,
                    driver.MemGetInfo(&free_bytes, &total));
+        Py_END_ALLOW_THREADS
         if (told == CUDA_SUCCESS) {
             raise_cuda(state, scope_call(&scope, "cuMemAlloc"), status,
                        "%zu bytes asked for, %zu of the device's %zu are free", nbytes,
@@ -122,7 +124,9 @@ mem_get_info(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     if (context == NULL) {
         return NULL;
     }
+    Py_BEGIN_ALLOW_THREADS
     IN_CONTEXT(scope, context->handle, status, driver.MemGetInfo(&free_bytes, &total));
+    Py_END_ALLOW_THREADS
     Py_DECREF(context);
     if (status != CUDA_SUCCESS) {
         return raise_cuda(state, scope_call(&scope, "cuMemGetInfo"), status, NULL);

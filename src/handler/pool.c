@@ -76,8 +76,10 @@ raise_short(EngineObject *engine, const Scope *scope, CUresult status, size_t nb
     size_t available = 0, total = 0;
     CUresult told;
     Scope other;
+    Py_BEGIN_ALLOW_THREADS
     IN_CONTEXT(other, engine->context->handle, told,
                driver.MemGetInfo(&available, &total));
+    Py_END_ALLOW_THREADS
     if (told != CUDA_SUCCESS) {
         available = total = 0;
     }
