@@ -1,4 +1,4 @@
-"""Any call of a training on CudaHandler may fail: the driver's, cuBLAS's, at any time."""
+"""Any call of a training on CudaHandler may fail, the driver's or cuBLAS's."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ CASES = list(
     )
 )
 
-# Calls that are made up for, or after which nothing is left to be done nor anybody to be
-# told: an event or a handle of cuBLAS that goes with its context, what is asked quickly
-# before it is asked properly.
+# Calls that are made up for, or after which nothing is left to be done nor anybody to
+# be told: an event or a handle of cuBLAS that goes with its context, what is asked
+# quickly before it is asked properly.
 OVERLOOKED = {
     "cuCtxGetCurrent",
     "cuCtxPopCurrent",
@@ -125,7 +125,7 @@ def fail_once(entry, nth, training, expected, fake, driver):
 
 
 def end_push(count, fake):
-    """Let go of a context that could not be popped: it counts as current, and is held."""
+    """Let go of a context that could not be popped: it counts as current, is held."""
     if dbuf.live_objects()["contexts"] > count:
         context = dbuf.Context.primary()
         fake.push_context(context.handle)

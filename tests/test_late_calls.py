@@ -1,4 +1,4 @@
-"""Driver calls that do not return for a while: the numbers stay, other threads go on."""
+"""Driver calls that are late: the numbers stay the same, other threads go on."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ NEVER_WAIT = {
     "cuStreamQuery",
     "cuStreamWaitEvent",
 }
-# Calls that wait where some 1,000 pieces of work are queued in a stream: until there are
-# so many that it might be, the interpreter is kept for small ones, for the same reason.
+# Calls that wait where some 1,000 pieces of work are queued in a stream: until there
+# are so many that it might be, the interpreter is kept for small ones, for the same
+# reason.
 WAIT_IN_A_FULL_QUEUE = {
     "cuLaunchKernel",
     "cuMemcpyDtoDAsync",
@@ -64,7 +65,7 @@ WAIT_IN_A_FULL_QUEUE = {
     "cublasSgemmStridedBatched",
 }
 KEEPS = NEVER_WAIT | WAIT_IN_A_FULL_QUEUE
-# All others that a training makes: each lets go of the interpreter, wherever it is made.
+# All others that a training makes: each lets go of the interpreter wherever it is.
 MAY_WAIT = {
     "cuCtxSynchronize",
     "cuDevicePrimaryCtxRelease",

@@ -56,7 +56,7 @@ def refuse(entries, nth, name, training, expected, fake, driver):
     before = live_in_both(fake)
     what = f"{entries} from number {nth} on"
     error = None
-    # The first kind from its nth call on; the others from then on too, or from the start.
+    # The first kind from its nth call on, the others from the start.
     skips = dict.fromkeys(entries, 0) | {entries[0]: nth}
     made = {entry: fake.calls(entry) for entry in entries}
     with unraisable_errors() as reported, warnings.catch_warnings(record=True) as said:

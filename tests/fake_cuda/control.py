@@ -187,13 +187,13 @@ class FakeCuda:
             raise RuntimeError("too many planned failures")
 
     def heal(self) -> None:
-        """Let no more calls fail: forget what fail() and lose_context() have planned."""
+        """Let no more calls fail: forget what fail(), lose_context() have planned."""
         self.library.fake_heal()
 
     def lose_context(self, after: int = 0, code: int = ILLEGAL_ADDRESS) -> None:
         """Lose the context after so many more calls, of whatever entry points.
 
-        From then on every call returns that code, and does nothing else; cuBLAS's return
+        From then on each call returns that code and does nothing else; cuBLAS's return
         CUBLAS_STATUS_EXECUTION_FAILED. Only what needs no context still works: cuInit,
         the driver's version and the names of its errors.
         """
