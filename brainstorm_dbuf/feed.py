@@ -637,22 +637,30 @@ class Pass:
         try:
             # As in the trainer's thread: the iterator may allocate page-locked memory.
             with self._context:
-                while self._may_fetch():
-                    try:
-                        batch = self._prepare(inline=False)
-                    except StopIteration:
-                        break
-                    stays_as_given = batch.slot is None
-                    self._publish(batch)
-                    del batch
-                    if stays_as_given:
-                        self._wait_handed_over()
+                try:
+                    self._fetch_all()
+                except BaseException as error:
+                    end.error = error
         except BaseException as error:
-            end.error = error
+            # Of the context; what has ended the pass before counts.
+            if end.error is None:
+                end.error = error
         self._publish(end)
         # The error's traceback refers to this frame: no cycle is left behind.
         del end
         self._left.set()
+
+    def _fetch_all(self) -> None:
+        while self._may_fetch():
+            try:
+                batch = self._prepare(inline=False)
+            except StopIteration:
+                break
+            stays_as_given = batch.slot is None
+            self._publish(batch)
+            del batch
+            if stays_as_given:
+                self._wait_handed_over()
 
     def _may_fetch(self) -> bool:
         """Wait for a permit; False when the pass is over."""

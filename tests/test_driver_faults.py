@@ -17,7 +17,7 @@ from binding_tools import unraisable_errors
 from coded import From, Job, batch, codes, workers
 from conftest import KIND, SUBPROCESS_PATH
 from faulty import COUNT, IN_SUITE, PASSES, small_pass, some_of
-from parity import make_handler
+from parity import force_worker, make_handler
 
 pytestmark = pytest.mark.timeout(30 if IN_SUITE else 3600)
 
@@ -215,6 +215,31 @@ def drained(iterator, handler):
     for data in iterator(handler):
         handler.drain()
         yield data
+
+
+def test_an_iterators_error_counts_also_where_its_worker_cannot_end_well(
+    fake, driver, monkeypatch, nothing_left
+):
+    force_worker(monkeypatch)
+    error = ZeroDivisionError("of the iterator")
+
+    def make_pass():
+        for k in range(4):
+            yield batch(k)
+        fake.fail("cuCtxPopCurrent", 0, 999)
+        raise error
+
+    job = Job("device", driver)
+    with pytest.raises(ZeroDivisionError) as caught:
+        job.train(From(make_pass))
+    assert caught.value is error and job.seen == codes(0, 1, 2, 3)
+    assert job.stats.workers == 1 and fake.calls("cuCtxPopCurrent") == 1
+    del caught
+    error.__traceback__ = None
+    # A context that could not be popped counts as current, and is held.
+    context = dbuf.Context.current()
+    fake.push_context(context.handle)
+    context.pop()
 
 
 def test_a_driver_that_fails_from_now_on_ends_training(fake, driver, way):
