@@ -11,6 +11,7 @@ from typing import Any
 import brainstorm
 from brainstorm.data_iterators import DataIterator
 
+from .clearing import quick_clearing
 from .data_parallel import in_lockstep
 from .feed import check_depth
 from .held_memory import DEFAULT_LIMIT, check_limit
@@ -108,7 +109,7 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
         reason = shared_random_draws(training_data_iter, self.hooks.values(), iterators)
         if reason is not None:
             self.feed_stats.note_fallback(reason)
-            with quick_resizing(net):
+            with quick_resizing(net), quick_clearing(net):
                 super().train(net, training_data_iter, **named_data_iters)
             return
         if self.timed or watchers:
@@ -122,6 +123,7 @@ class DoubleBufferedTrainer(brainstorm.Trainer):
                 nvtx=self.nvtx,
             ) as feed,
             quick_resizing(net),
+            quick_clearing(net),
         ):
 
             def feeder(net: Any, iterator: Iterable[Any], all_inputs: bool) -> Any:
@@ -156,7 +158,11 @@ def run_network(
         iterator: minibatches, dicts of arrays of shape (T, B, ...).
         all_inputs: whether every input of the network must be in each of them.
     """
-    with new_feed(net.handler) as feed, quick_resizing(net):
+    with (
+        new_feed(net.handler) as feed,
+        quick_resizing(net),
+        quick_clearing(net),
+    ):
         source = source_of(iterator)
         if feed.works and source is not None:
             iterator = feed.minibatches(source, iterator)
