@@ -47,6 +47,8 @@ def show(message, category, *_):
     print(f"{category.__name__}: {message}")
 
 warnings.showwarning = show
+# Python 3.12 and newer warn of every fork beside threads, which NumPy has.
+warnings.filterwarnings("ignore", "This process .* is multi-threaded")
 names = {"__name__": "__main__"}
 printed = []
 for code, place in json.load(sys.stdin):

@@ -346,6 +346,22 @@ def test_products_of_threads_are_those_of_one_to_the_bit(cuda):
         assert all(found[number] == expected for number in range(THREADS))
 
 
+def test_products_of_threads_do_not_come_between_each_other(fake, cuda):
+    """Their kernels leave sums in one workspace. Nobody waits, so the queue gets deep
+    and a product lets go of the interpreter."""
+    out = [cuda.zeros((4, 4)) for _ in range(THREADS)]
+    a = cuda.create_from_numpy(np.ones((4, 3), "f4"))
+    b = cuda.create_from_numpy(np.ones((3, 4), "f4"))
+
+    def work(number):
+        for _ in range(150):
+            cuda.dot_mm(a, b, out[number])
+
+    assert run_threads(work) == []
+    assert all((each.get() == 3).all() for each in out)
+    assert fake.damage()["faults"] == 0
+
+
 def test_a_handler_outlives_its_closed_stream_only_as_errors(fake, kernels):
     """Whoever closes it under the others: nothing but ValueError from then on."""
     handler = _cuda.HandlerCore()

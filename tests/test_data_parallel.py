@@ -337,8 +337,13 @@ def test_a_rank_interrupted_while_it_meets_the_others_knows_whether_they_wait(
 @pytest.mark.gpu
 def test_nccl_adds_up_on_the_compute_stream(cuda):
     nccl = pytest.importorskip("cupy.cuda.nccl", reason="needs CuPy with NCCL")
-    with cuda.context:  # it is of the context that is current
-        comm = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
+    # It is of the context that is current, and makes the primary one so.
+    with cuda.context:
+        add_up_by_nccl(cuda, nccl)
+
+
+def add_up_by_nccl(cuda, nccl):
+    comm = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
     array = cuda.create_from_numpy(np.arange(5, dtype=np.float32))
     message = DeviceMessage(comm, 5, cuda, access_for(cuda))
     message.slots[:] = 2, 3, 4

@@ -111,9 +111,15 @@ def any_size(monkeypatch):
 
 @pytest.fixture
 def interruptible():
-    """Ctrl-C raises KeyboardInterrupt, which a shell's background jobs turn off."""
+    """Ctrl-C raises KeyboardInterrupt, which a shell's background jobs turn off.
+
+    It is lost where it comes out of what Python calls around a garbage collection, as
+    hypothesis has it.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    called, gc.callbacks[:] = gc.callbacks[:], []
     yield
+    gc.callbacks[:] = called
     signal.signal(signal.SIGINT, before)
 
 

@@ -77,7 +77,7 @@ def sources():
     """Return the files of the checkout, or of an unpacked source package, by name."""
     if (ROOT / ".git").exists():
         git = ("git", "-c", "safe.directory=*", "-C", ROOT)
-        names = run(*git, "ls-files", "-z").split("\0")
+        names = run(*git, "ls-files", "-z", "-co", "--exclude-standard").split("\0")
         return {name for name in names if (ROOT / name).is_file()}
     ignored = [line.strip("/") for line in (ROOT / ".gitignore").read_text().split()]
     ignored.append(".*_cache")

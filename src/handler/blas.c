@@ -277,6 +277,7 @@ op_products(Op *op, int count, int transa, int transb, size_t m, size_t n, size_
         return;
     }
     op->engine->queued++;
+    pthread_mutex_lock(&op->engine->products);
     if (count == 1) {
         op->blas_status =
             blas.Sgemm_v2(op->engine->blas[op->tf32], transb != 0, transa != 0, (int)n,
@@ -292,6 +293,7 @@ op_products(Op *op, int count, int transa, int transb, size_t m, size_t n, size_
             (int)ldo, (long long)out_distance, count);
         op->call = "cublasSgemmStridedBatched";
     }
+    pthread_mutex_unlock(&op->engine->products);
 }
 
 void

@@ -69,6 +69,7 @@ engine_new(ModuleState *state, PyObject *module, ContextObject *context)
     if (self == NULL) {
         return NULL;
     }
+    self->products = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
     self->state = state;
     self->module = Py_NewRef(module);
     self->context = (ContextObject *)Py_NewRef((PyObject *)context);
@@ -238,6 +239,7 @@ Engine_dealloc(PyObject *op)
     restore_error(&saved);
     Py_CLEAR(self->stream);
     Py_CLEAR(self->context);
+    pthread_mutex_destroy(&self->products);
     PyObject *module = self->module;
     type->tp_free(op);
     Py_DECREF(type);

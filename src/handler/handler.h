@@ -20,6 +20,8 @@
 #include "../cuda/binding.h"
 #include "../kernels/list.h"
 
+#include <pthread.h>
+
 /* ---- Kernels (kernels.c) ---- */
 
 typedef enum {
@@ -75,8 +77,11 @@ struct EngineObject {
     void *blas[2];      /* owned: cublasHandle_t for float32, and for TF32; each made at
                            the first product that wants it */
     Block *blas_memory; /* owned: cuBLAS's workspace */
-    EngineObject *next; /* borrowed: next in the list of all engines */
-    unsigned int processors;      /* multiprocessors of the device */
+    pthread_mutex_t products; /* held while a product is queued: its kernels leave sums
+                                 in the workspace, and no other product's may come
+                                 between; nothing that waits for the GIL */
+    EngineObject *next;       /* borrowed: next in the list of all engines */
+    unsigned int processors;  /* multiprocessors of the device */
     _Atomic(unsigned int) queued; /* launches since the stream was last waited for, by
                                      any thread, mostly without the GIL */
     volatile int *fault; /* owned, page-locked: a kernel's complaint, see Fault */

@@ -4,13 +4,16 @@
    the driver it checks what the manual demands, and a product runs as late as other
    work does. It then needs all of its matrices in live memory, else it counts a fault
    and writes nothing. A workspace that was set gets poison with each product, as it is
-   nobody else's.
+   nobody else's. Two threads in products of one handle are a fault: the kernels of one
+   may come between those of the other, which leave sums in the workspace.
 
    Matrices are stored by columns. Sums run over k in ascending order in double, so a
    result does not depend on the shape around it. */
 
 #include "fake_cuda.h"
 
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -503,19 +506,39 @@ gemm(struct blas *blas, const struct gemm *g)
     return submit(blas, product, g->alpha, g->beta);
 }
 
+/* How many threads are in a product of a handle, or of another with the same place. */
+static _Atomic int inside[1024];
+
+static bool
+product_begin(blas_handle handle)
+{
+    bool is_alone = atomic_fetch_add(&inside[(uintptr_t)handle / 256 % 1024], 1) == 0;
+    sched_yield(); /* others may come */
+    return is_alone;
+}
+
+static int
+product_end(blas_handle handle, int status)
+{
+    atomic_fetch_sub(&inside[(uintptr_t)handle / 256 % 1024], 1);
+    return status;
+}
+
 FAKE_EXPORT int
 cublasSgemm_v2(blas_handle handle, int trans_a, int trans_b, int m, int n, int k,
                const float *alpha, const float *a, int lda, const float *b, int ldb,
                const float *beta, float *c, int ldc)
 {
     struct blas *blas;
+    bool is_alone = product_begin(handle);
     enum status status = enter_handle(CALL_cublasSgemm_v2, handle, &blas);
     if (status != STATUS_SUCCESS) {
-        return status;
+        return product_end(handle, status);
     }
+    fake.faults += !is_alone;
     const struct gemm g = {trans_a, trans_b, m, n,    k, alpha, a,   lda, 0,
                            b,       ldb,     0, beta, c, ldc,   0, 1};
-    return gemm(blas, &g);
+    return product_end(handle, gemm(blas, &g));
 }
 
 FAKE_EXPORT int
@@ -526,14 +549,16 @@ cublasSgemmStridedBatched(blas_handle handle, int trans_a, int trans_b, int m, i
                           long long stride_c, int batch)
 {
     struct blas *blas;
+    bool is_alone = product_begin(handle);
     enum status status = enter_handle(CALL_cublasSgemmStridedBatched, handle, &blas);
     if (status != STATUS_SUCCESS) {
-        return status;
+        return product_end(handle, status);
     }
+    fake.faults += !is_alone;
     const struct gemm g = {trans_a, trans_b, m,        n,    k, alpha, a,        lda,
                            stride_a, b,      ldb,      stride_b, beta, c, ldc, stride_c,
                            batch};
-    return gemm(blas, &g);
+    return product_end(handle, gemm(blas, &g));
 }
 
 /* Only float, computed as float or in one of its faster ways. */
