@@ -27,11 +27,12 @@ import warnings
 
 import hypothesis
 import numpy as np
-from fake_cuda import control
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
+import conftest  # noqa: F401  (first: it chooses the driver)
 from brainstorm_dbuf import _cpuop, _cuda
+from fake_cuda import control
 
 MIB = 1 << 20
 

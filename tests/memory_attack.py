@@ -27,16 +27,18 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import traceback
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-from fake_cuda import control
 
+import conftest  # noqa: F401  (first: it chooses the driver)
 import brainstorm_dbuf as dbuf
 from brainstorm_dbuf import _cpuop, _cuda
+from fake_cuda import control
 
 SOURCE = Path(__file__).with_name("failing_allocator.c")
 KIB, MIB = 1 << 10, 1 << 20
@@ -1126,8 +1128,9 @@ def is_wanted(name, parts):
     )
 
 
-def main(library, most, *names):
-    bench, calls, faults = Bench(Allocator(library)), 0, 0
+def main(most, *names):
+    with tempfile.TemporaryDirectory() as folder:
+        bench, calls, faults = Bench(Allocator(build_allocator(Path(folder)))), 0, 0
     for name in CALLS:
         if not is_wanted(name, names):
             continue
