@@ -498,6 +498,80 @@ def test_each_device_has_its_own_contexts(bare, fake):
     assert bare.cuCtxCreate(byref(c_void_p()), 0, 2) == INVALID_DEVICE
 
 
+def two_devices(d, fake):
+    """Return a context of another device, made but not current."""
+    fake.set_device_count(2)
+    other = d.new("cuCtxCreate", 0, 1)
+    d.new("cuCtxPopCurrent")
+    return other
+
+
+def test_memory_is_counted_and_limited_by_device(d, fake):
+    other = two_devices(d, fake)
+    fake.set_limits(device_bytes=100)
+    d.alloc(60)
+    assert d.cuMemAlloc(byref(c_void_p()), 60) == OUT_OF_MEMORY
+    d.ok("cuCtxPushCurrent", other)
+    there = d.alloc(60)  # of memory of its own
+    d.pinned(2)
+    d.stream()
+    free, total = c_size_t(), c_size_t()
+    d.ok("cuMemGetInfo", byref(free), byref(total))
+    assert (free.value, total.value) == (40, 100)
+    d.new("cuCtxPopCurrent")
+    expected = {"retains": 0, "contexts": 1, "streams": 0, "pinned_bytes": 0}
+    assert fake.live_on(0) == {**expected, "device_bytes": 60}
+    expected |= {"streams": 1, "pinned_bytes": 8}
+    assert fake.live_on(1) == {**expected, "device_bytes": 60}
+    d.ok("cuMemFree", there)
+    d.new("cuDevicePrimaryCtxRetain", 1)
+    d.ok("cuDevicePrimaryCtxRelease", 1)
+    assert fake.live_on(1) == {**expected, "device_bytes": 0, "retains": 1}
+
+
+def test_copies_and_memsets_do_not_reach_another_devices_memory(d, fake):
+    other = two_devices(d, fake)
+    here, array = d.alloc(16), np.zeros(4, "i4")
+    d.ok("cuCtxPushCurrent", other)
+    there = d.alloc(16)
+    rows = Rows(0, 0, 2, None, here, None, 8, 0, 0, 2, None, there, None, 8, 8, 2)
+    for code in (
+        d.cuMemcpyHtoD(here, at(array), 16),
+        d.cuMemcpyDtoHAsync(at(array), here, 16, NULL),
+        d.cuMemcpyDtoD(there, here, 16),
+        d.cuMemcpyDtoDAsync(here, there, 16, NULL),
+        d.cuMemcpy2DAsync(byref(rows), NULL),
+        d.cuMemsetD32(here, 0, 4),
+    ):
+        assert code == INVALID_VALUE
+    d.htod(there, array)
+
+
+@pytest.mark.parametrize("portable", [0, 1])
+def test_memory_registered_for_one_device_is_pageable_for_the_other(d, fake, portable):
+    other = two_devices(d, fake)
+    array = np.zeros(1024, "i4")
+    d.ok("cuMemHostRegister", at(array), array.nbytes, portable)
+    d.ok("cuCtxPushCurrent", other)
+    address, target = d.device()
+    d.htod(address, array[:4])
+    array[:] = 5
+    d.sync()
+    assert target[0] == (5 if portable else 0)
+
+
+def test_no_time_is_told_between_events_of_two_devices(d, fake):
+    other = two_devices(d, fake)
+    start = d.event(0)
+    d.record(start)
+    d.sync()
+    d.ok("cuCtxPushCurrent", other)
+    end = d.event(0)
+    d.record(end)
+    d.sync()
+    assert d.cuEventElapsedTime(byref(c_float()), start, end) == INVALID_HANDLE
+
+
 def test_the_control_makes_pushes_pops_and_ends_contexts(fake):
     handle = fake.create_context()
     assert fake.current_context() == handle
@@ -2003,6 +2077,18 @@ def test_events_order_a_kernel_after_another_streams_copy(d, k, ordered):
     k("add_value", (1,), (4,), of(address), c_int(5), c_int(4), stream=second)
     d.sync(second)
     assert (here == (15 if ordered else 5)).all()
+
+
+def test_a_kernel_that_is_given_another_devices_memory_is_a_fault(d, fake, k):
+    address, here = d.device()
+    here[:] = 0
+    fake.set_device_count(2)
+    d.new("cuCtxCreate", 0, 1)
+    there = Kernels(d)
+    there("add_value", (1,), (4,), of(address), c_int(5), c_int(4))
+    d.sync()
+    assert fake.damage()["faults"] == 1
+    assert (here == 0).all()
 
 
 def test_parameters_are_copied_at_the_launch(d, k):

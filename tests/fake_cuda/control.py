@@ -28,6 +28,7 @@ LIVE_KINDS = (
     "modules",
     "blas_handles",
 )
+DEVICE_KINDS = ("retains", "contexts", "streams", "device_bytes", "pinned_bytes")
 DAMAGE_KINDS = ("faults", "damaged_zones", "late_writes")
 
 # name: (result, arguments) of the library's own functions
@@ -49,6 +50,7 @@ PROTOTYPES = {
     "fake_end_delays": (None, (c_int,)),
     "fake_hide": (None, (c_int, c_int)),
     "fake_count": (c_uint64, (c_char_p,)),
+    "fake_count_on": (c_uint64, (c_int, c_char_p)),
     "fake_spin": (c_int, (c_void_p, c_void_p, c_uint64)),
     "fake_hold": (c_int, (c_void_p, c_void_p, c_uint64)),
     "fake_hold_all": (None, (c_uint64,)),
@@ -116,6 +118,7 @@ class FakeCuda:
     def reset(self) -> None:
         """Start afresh: late mode, one device, no limits but the device's 8 GiB.
 
+        FAKE_CUDA_DEVICES of the environment gives another number of devices.
         Drops pending work, frees all memory, makes all handles invalid and every
         thread's context stack empty, forgets counts, planned failures and damage.
         cuInit stays done. Collect garbage first: what is destroyed late may hit the
@@ -158,6 +161,14 @@ class FakeCuda:
     def live(self) -> dict[str, int]:
         """Return the numbers of live objects and their bytes, by kind."""
         return {kind: self._count(kind) for kind in LIVE_KINDS}
+
+    def live_on(self, device: int) -> dict[str, int]:
+        """Return the same of one device; retains: of its primary context, ever.
+
+        pinned_bytes: page-locked and registered, in contexts of this device.
+        """
+        count = self.library.fake_count_on
+        return {kind: count(device, kind.encode()) for kind in DEVICE_KINDS}
 
     def pending(self) -> int:
         """Return how many work items have not run yet."""
@@ -236,7 +247,7 @@ class FakeCuda:
     ) -> None:
         """Let allocations beyond these fail with out of memory; None: as after a reset.
 
-        Registered memory counts as pinned.
+        The first is of each device. Registered memory counts as pinned.
         """
         self.library.fake_set_limits(
             DEVICE_BYTES if device_bytes is None else device_bytes,

@@ -44,11 +44,20 @@ after_fork_in_child(void)
     fake.forked = true;
 }
 
+/* The environment's FAKE_CUDA_DEVICES, for programs that tests start; or one. */
+static int
+devices_by_default(void)
+{
+    const char *wish = getenv("FAKE_CUDA_DEVICES");
+    int count = wish != NULL ? atoi(wish) : 1;
+    return count < 1 || count > MAX_DEVICES ? 1 : count;
+}
+
 static void
 set_defaults(void)
 {
     fake.driver_version = DEFAULT_DRIVER_VERSION;
-    fake.device_count = 1;
+    fake.device_count = devices_by_default();
     fake.mode = MODE_LATE;
     fake.random = fake.moods = fake.lanes = 0;
     fake.hold = 0;
@@ -333,6 +342,40 @@ fake_count(const char *name)
     }
     COUNTS(X)
 #undef X
+    unlock();
+    return value;
+}
+
+/* Return one of these counts of a device, UINT64_MAX for a name that is not there. */
+FAKE_EXPORT uint64_t
+fake_count_on(int device, const char *name)
+{
+    uint64_t value = UINT64_MAX;
+    lock();
+    if (strcmp(name, "retains") == 0) {
+        value = fake.retains[device];
+    } else if (strcmp(name, "device_bytes") == 0) {
+        value = fake.device_bytes[device];
+    } else if (strcmp(name, "contexts") == 0 || strcmp(name, "streams") == 0) {
+        value = 0;
+        for (const struct context *it = fake.contexts; it != NULL; it = it->next) {
+            if (it->device != device || it->destroyed) {
+                continue;
+            }
+            value += name[0] == 'c';
+            for (const struct stream *s = it->streams; s != NULL; s = s->next) {
+                value += name[0] == 's' && !s->destroyed && s->thread == 0;
+            }
+        }
+    } else if (strcmp(name, "pinned_bytes") == 0) {
+        value = 0;
+        for (size_t i = 0; i < fake.block_count; i++) {
+            const struct block *block = fake.blocks[i];
+            value += block->kind != BLOCK_DEVICE && block->context->device == device
+                         ? block->bytes
+                         : 0;
+        }
+    }
     unlock();
     return value;
 }

@@ -284,15 +284,16 @@ struct product {
     bool a_transposed, b_transposed;
     int64_t depth;
     int batch;
+    int device;
     const float *device_alpha, *device_beta; /* NULL: they are given by value */
     float alpha, beta;
     void *workspace;
     size_t workspace_bytes;
 };
 
-/* Say whether the device can use all of a matrix, in each product of the batch. */
+/* Say whether the product's device can use all of a matrix, in each of the batch. */
 static bool
-matrix_is_live(const struct matrix *matrix, int batch)
+matrix_is_live(const struct matrix *matrix, const struct product *p)
 {
     if (matrix->rows == 0 || matrix->columns == 0) {
         return true;
@@ -300,8 +301,9 @@ matrix_is_live(const struct matrix *matrix, int batch)
     int64_t last = (matrix->columns - 1) * matrix->step;
     const float *lowest = matrix->data + (last < 0 ? last : 0);
     size_t count = (size_t)(llabs(last) + matrix->rows);
-    for (int i = 0; i < batch; i++) {
-        if (!memory_is_live(lowest + i * matrix->stride, count * sizeof(float))) {
+    for (int i = 0; i < p->batch; i++) {
+        if (!memory_is_live(lowest + i * matrix->stride, count * sizeof(float),
+                            p->device)) {
             return false;
         }
     }
@@ -406,17 +408,17 @@ product_run(void *argument)
     float values[] = {p->alpha, p->beta};
     for (int i = 0; i < 2; i++) {
         if (scalars[i] != NULL) {
-            if (!memory_is_live(scalars[i], sizeof(float))) {
+            if (!memory_is_live(scalars[i], sizeof(float), p->device)) {
                 return false;
             }
             values[i] = *scalars[i];
         }
     }
     bool reads = values[0] != 0;
-    if (!matrix_is_live(&p->c, p->batch)
-        || (reads
-            && (!matrix_is_live(&p->a, p->batch) || !matrix_is_live(&p->b, p->batch)))
-        || (p->workspace && !memory_is_live(p->workspace, p->workspace_bytes))) {
+    if (!matrix_is_live(&p->c, p)
+        || (reads && (!matrix_is_live(&p->a, p) || !matrix_is_live(&p->b, p)))
+        || (p->workspace
+            && !memory_is_live(p->workspace, p->workspace_bytes, p->device))) {
         return false;
     }
     if (p->workspace != NULL) {
@@ -451,6 +453,7 @@ submit(struct blas *blas, struct product product, const float *alpha, const floa
         product.alpha = *alpha;
         product.beta = *beta;
     }
+    product.device = blas->context->device;
     product.workspace = blas->workspace;
     product.workspace_bytes = blas->workspace_bytes;
     struct product *queued = allocate(1, sizeof(*queued));

@@ -401,6 +401,7 @@ fake_cuDevicePrimaryCtxRetain(CUcontext *handle, CUdevice device)
     }
     if (code == CUDA_SUCCESS) {
         context->primary_refs++;
+        fake.retains[device]++;
         *handle = context->handle;
     }
     return leave(code);
@@ -744,6 +745,7 @@ fake_cuEventElapsedTime(float *milliseconds, CUevent start_handle, CUevent end_h
     }
     struct event *end = event_find(end_handle);
     if (end == NULL || start->record == NULL || end->record == NULL
+        || start->context->device != end->context->device
         || ((start->flags | end->flags) & CU_EVENT_DISABLE_TIMING)) {
         return leave(CUDA_ERROR_INVALID_HANDLE);
     }
@@ -881,7 +883,7 @@ fake_cuMemGetInfo(size_t *free_bytes, size_t *total)
     if (free_bytes == NULL || total == NULL) {
         return leave(CUDA_ERROR_INVALID_VALUE);
     }
-    size_t used = fake.bytes[BLOCK_DEVICE];
+    size_t used = fake.device_bytes[current->device];
     *total = fake.device_limit;
     *free_bytes = used < fake.device_limit ? fake.device_limit - used : 0;
     return leave(CUDA_SUCCESS);
@@ -902,7 +904,9 @@ fake_cuMemHostRegister(void *pointer, size_t bytes, unsigned int flags)
     }
     fake.host_syncs++;
     return leave(flags & ~known ? CUDA_ERROR_INVALID_VALUE
-                                : memory_register(current, pointer, bytes));
+                                : memory_register(
+                                      current, pointer, bytes,
+                                      flags & CU_MEMHOSTREGISTER_PORTABLE));
 }
 
 static CUresult CUDAAPI
@@ -1051,11 +1055,12 @@ copy_bytes(const struct copy_form *form, uintptr_t to, uintptr_t from, size_t by
         return leave(CUDA_SUCCESS);
     }
     struct end dst = {.pitch = bytes}, src = {.pitch = bytes};
-    code = form->to_host ? memory_host_end((void *)to, bytes, &dst)
-                         : memory_device_end(to, bytes, &dst);
+    int device = current->device;
+    code = form->to_host ? memory_host_end((void *)to, bytes, device, &dst)
+                         : memory_device_end(to, bytes, device, &dst);
     if (code == CUDA_SUCCESS) {
-        code = form->from_host ? memory_host_end((void *)from, bytes, &src)
-                               : memory_device_end(from, bytes, &src);
+        code = form->from_host ? memory_host_end((void *)from, bytes, device, &src)
+                               : memory_device_end(from, bytes, device, &src);
     }
     if (code == CUDA_SUCCESS) {
         issue_copy(stream, &dst, &src, bytes, 1, form->wait);
@@ -1108,7 +1113,7 @@ fake_cuMemcpyDtoDAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream 
 /* Fill in one end of a copy of rows. */
 static CUresult
 rows_end(CUmemorytype type, const void *host, CUdeviceptr device, size_t x, size_t y,
-         size_t pitch, size_t width, size_t height, struct end *out)
+         size_t pitch, size_t width, size_t height, int on, struct end *out)
 {
     size_t start, extent;
     bool fits = pitch <= (size_t)fake.max_pitch && x <= pitch && width <= pitch - x
@@ -1122,9 +1127,9 @@ rows_end(CUmemorytype type, const void *host, CUdeviceptr device, size_t x, size
     out->pitch = pitch;
     switch ((int)type) {
     case CU_MEMORYTYPE_HOST:
-        return memory_host_end((const char *)host + start, extent, out);
+        return memory_host_end((const char *)host + start, extent, on, out);
     case CU_MEMORYTYPE_DEVICE:
-        return memory_device_end(device + start, extent, out);
+        return memory_device_end(device + start, extent, on, out);
     default:
         return CUDA_ERROR_INVALID_VALUE;
     }
@@ -1151,11 +1156,12 @@ fake_cuMemcpy2DAsync(const CUDA_MEMCPY2D *copy, CUstream handle)
     }
     struct end dst = {0}, src = {0};
     code = rows_end(copy->dstMemoryType, copy->dstHost, copy->dstDevice,
-                    copy->dstXInBytes, copy->dstY, copy->dstPitch, width, height, &dst);
+                    copy->dstXInBytes, copy->dstY, copy->dstPitch, width, height,
+                    current->device, &dst);
     if (code == CUDA_SUCCESS) {
         code = rows_end(copy->srcMemoryType, copy->srcHost, copy->srcDevice,
                         copy->srcXInBytes, copy->srcY, copy->srcPitch, width, height,
-                        &src);
+                        current->device, &src);
     }
     if (code == CUDA_SUCCESS) {
         issue_copy(stream, &dst, &src, width, height, false);
@@ -1184,7 +1190,8 @@ set_elements(enum call call, CUdeviceptr dst, uint32_t value, unsigned value_byt
     }
     struct end end = {0};
     if (count > SIZE_MAX / value_bytes || dst % value_bytes
-        || memory_device_end(dst, count * value_bytes, &end) != CUDA_SUCCESS) {
+        || memory_device_end(dst, count * value_bytes, current->device, &end)
+               != CUDA_SUCCESS) {
         return leave(CUDA_ERROR_INVALID_VALUE);
     }
     struct item *item = item_new(ITEM_MEMSET, stream);

@@ -150,6 +150,7 @@ struct block {
     size_t bytes;
     enum block_kind kind;
     struct context *context; /* borrowed; a context takes its blocks with it */
+    bool portable; /* page-locked for every context, not for its own alone */
     void *raw; /* owned; NULL for registered memory, which the caller owns */
     bool old;  /* freed, and a reset came since */
 };
@@ -306,6 +307,7 @@ struct fake {
     char *kernels; /* owned: the path of their library, NULL for the environment's */
     struct context *contexts;             /* owned list, destroyed ones too */
     struct context *primary[MAX_DEVICES]; /* borrowed, NULL while inactive */
+    uint64_t retains[MAX_DEVICES];        /* of the primary contexts, since the reset */
 
     struct item *first_item, *last_item; /* counted: pending items in order of issue */
     size_t pending, wanted, waiters;
@@ -313,6 +315,7 @@ struct fake {
     struct block **blocks; /* owned array of owned blocks, sorted by address */
     size_t block_count, block_room;
     size_t counts[3], bytes[3]; /* live blocks and their bytes, by enum block_kind */
+    size_t device_bytes[MAX_DEVICES]; /* of device memory, by device */
     uint64_t faults;            /* items whose memory went before they ran */
     uint64_t damaged_zones; /* found at free; live blocks are looked at on request */
     uint64_t late_writes;   /* writes to freed memory, found so far */
@@ -367,13 +370,16 @@ void queue_cancel_all(void);
 /* fake_memory.c */
 CUresult memory_allocate(struct context *context, enum block_kind kind, size_t bytes,
                          struct block **out);
-CUresult memory_register(struct context *context, void *address, size_t bytes);
+CUresult memory_register(struct context *context, void *address, size_t bytes,
+                         bool portable);
 void memory_release(struct block *block);
 struct block *memory_find_base(enum block_kind kind, uintptr_t address);
 struct block *memory_find_any(uintptr_t address);
-CUresult memory_device_end(CUdeviceptr address, size_t extent, struct end *out);
-CUresult memory_host_end(const void *address, size_t extent, struct end *out);
-bool memory_is_live(const void *address, size_t bytes);
+CUresult memory_device_end(CUdeviceptr address, size_t extent, int device,
+                           struct end *out);
+CUresult memory_host_end(const void *address, size_t extent, int device,
+                         struct end *out);
+bool memory_is_live(const void *address, size_t bytes, int device);
 void memory_release_context(struct context *context);
 void memory_reset(void);
 uint64_t memory_damaged_zones(void);

@@ -247,6 +247,7 @@ fake_cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, CUfunction handle,
 /* A launch with its parameters behind it. */
 struct queued_launch {
     const struct cpu_kernels *library;
+    int device;
     struct cpu_launch launch;
     _Alignas(16) unsigned char parameters[];
 };
@@ -262,7 +263,7 @@ launch_run(void *argument)
         if (kernel->parameters[i].is_pointer) {
             memcpy(&pointer, queued->parameters + kernel->parameters[i].offset,
                    sizeof(pointer));
-            if (pointer != NULL && !memory_is_live(pointer, 0)) {
+            if (pointer != NULL && !memory_is_live(pointer, 0, queued->device)) {
                 return false;
             }
         }
@@ -322,6 +323,7 @@ issue_launch(enum call call, CUfunction handle, struct cpu_launch launch,
     struct queued_launch *queued =
         allocate(1, sizeof(*queued) + kernel->parameter_bytes);
     queued->library = function->module->library;
+    queued->device = current->device;
     queued->launch = launch;
     queued->launch.kernel = kernel;
     queued->launch.parameters = queued->parameters;

@@ -173,6 +173,9 @@ table_add(struct block *block)
     fake.block_count++;
     fake.counts[block->kind]++;
     fake.bytes[block->kind] += block->bytes;
+    if (block->kind == BLOCK_DEVICE) {
+        fake.device_bytes[block->context->device] += block->bytes;
+    }
 }
 
 static void
@@ -184,6 +187,9 @@ table_remove(struct block *block)
             (fake.block_count - index) * sizeof(*fake.blocks));
     fake.counts[block->kind]--;
     fake.bytes[block->kind] -= block->bytes;
+    if (block->kind == BLOCK_DEVICE) {
+        fake.device_bytes[block->context->device] -= block->bytes;
+    }
 }
 
 /* Return the block in which the address lies, or NULL. */
@@ -223,12 +229,14 @@ block_holds(const struct block *block, uintptr_t address, size_t bytes)
     return bytes <= block->bytes && address - block->address <= block->bytes - bytes;
 }
 
-/* Fill in an end in device memory; an error if not all of it lies in one live block. */
+/* Fill in an end in memory of that device; an error if not all of it lies in one live
+   block. Another device's is one, too: the driver promises only of cuMemcpy and
+   cuMemcpyPeer that they go from device to device. */
 CUresult
-memory_device_end(CUdeviceptr address, size_t extent, struct end *out)
+memory_device_end(CUdeviceptr address, size_t extent, int device, struct end *out)
 {
     struct block *block = memory_find_any((uintptr_t)address);
-    if (block == NULL || block->kind != BLOCK_DEVICE
+    if (block == NULL || block->kind != BLOCK_DEVICE || block->context->device != device
         || !block_holds(block, (uintptr_t)address, extent)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
@@ -239,10 +247,12 @@ memory_device_end(CUdeviceptr address, size_t extent, struct end *out)
 }
 
 /* Fill in an end in host memory: with its block where it is page-locked, without where
-   it is pageable; an error where it is device memory or only part of it is page-locked.
+   it is pageable, as what is registered for another device alone is taken to be; an
+   error where it is device memory or only part of it is page-locked. What was allocated
+   is page-locked for all devices, portable or not (CUDA Driver API, unified addressing).
  */
 CUresult
-memory_host_end(const void *address, size_t extent, struct end *out)
+memory_host_end(const void *address, size_t extent, int device, struct end *out)
 {
     if (address == NULL) {
         return CUDA_ERROR_INVALID_VALUE;
@@ -253,6 +263,10 @@ memory_host_end(const void *address, size_t extent, struct end *out)
     if (!inside && range_is_touched((uintptr_t)address, extent)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
+    if (block != NULL && block->kind == BLOCK_REGISTERED && !block->portable
+        && block->context->device != device) {
+        block = NULL;
+    }
     out->address = (uintptr_t)address;
     out->block = block;
     out->host = true;
@@ -260,26 +274,29 @@ memory_host_end(const void *address, size_t extent, struct end *out)
 }
 
 /* Say whether the device could use the whole range: one live block has all of it, even
-   where it is empty. The end of a block counts as its place for an empty one. */
+   where it is empty, and is no other device's memory. The end of a block counts as its
+   place for an empty one. */
 bool
-memory_is_live(const void *address, size_t bytes)
+memory_is_live(const void *address, size_t bytes, int device)
 {
     size_t index = table_above((uintptr_t)address);
     if (index == 0) {
         return false;
     }
-    return block_holds(fake.blocks[index - 1], (uintptr_t)address, bytes);
+    const struct block *block = fake.blocks[index - 1];
+    bool reached = block->kind != BLOCK_DEVICE || block->context->device == device;
+    return reached && block_holds(block, (uintptr_t)address, bytes);
 }
 
 /* --- allocation --- */
 
-/* Say whether a limit allows that many bytes more. */
+/* Say whether a limit allows that many bytes more; each device has its own. */
 static bool
-limit_allows(enum block_kind kind, size_t bytes)
+limit_allows(const struct context *context, enum block_kind kind, size_t bytes)
 {
     size_t limit = kind == BLOCK_DEVICE ? fake.device_limit : fake.page_locked_limit;
     size_t used = kind == BLOCK_DEVICE
-                      ? fake.bytes[BLOCK_DEVICE]
+                      ? fake.device_bytes[context->device]
                       : fake.bytes[BLOCK_PAGE_LOCKED] + fake.bytes[BLOCK_REGISTERED];
     return used <= limit && bytes <= limit - used;
 }
@@ -291,7 +308,7 @@ memory_allocate(struct context *context, enum block_kind kind, size_t bytes,
 {
     size_t before = kind == BLOCK_DEVICE ? DEVICE_ALIGNMENT : PAGE;
     void *raw;
-    if (!limit_allows(kind, bytes) || bytes > SIZE_MAX - before - ZONE
+    if (!limit_allows(context, kind, bytes) || bytes > SIZE_MAX - before - ZONE
         || posix_memalign(&raw, before, before + bytes + ZONE) != 0) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
@@ -313,7 +330,7 @@ memory_allocate(struct context *context, enum block_kind kind, size_t bytes,
 
 /* Write down that the caller's memory is page-locked. */
 CUresult
-memory_register(struct context *context, void *address, size_t bytes)
+memory_register(struct context *context, void *address, size_t bytes, bool portable)
 {
     if (address == NULL || bytes == 0 || (uintptr_t)address > UINTPTR_MAX - bytes) {
         return CUDA_ERROR_INVALID_VALUE;
@@ -321,14 +338,15 @@ memory_register(struct context *context, void *address, size_t bytes)
     if (range_is_touched((uintptr_t)address, bytes)) {
         return CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED;
     }
-    if (!limit_allows(BLOCK_REGISTERED, bytes)) {
+    if (!limit_allows(context, BLOCK_REGISTERED, bytes)) {
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     struct block *block = allocate(1, sizeof(*block));
     *block = (struct block){.address = (uintptr_t)address,
                             .bytes = bytes,
                             .kind = BLOCK_REGISTERED,
-                            .context = context};
+                            .context = context,
+                            .portable = portable};
     table_add(block);
     return CUDA_SUCCESS;
 }

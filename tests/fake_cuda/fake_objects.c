@@ -409,5 +409,6 @@ objects_reset(void)
     handles_clear(&fake.stream_handles);
     handles_clear(&fake.context_handles);
     memset(fake.primary, 0, sizeof(fake.primary));
+    memset(fake.retains, 0, sizeof(fake.retains));
     fake.epoch++;
 }
