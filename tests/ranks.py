@@ -63,7 +63,9 @@ NETS = {"mlp": "F9 F8", "lstm": "L6", "clipped": "F9"}
 
 def make_handler(kind, dtype=np.float32):
     if kind == "cuda":
-        return dbuf.CudaHandler(seed=1)
+        # A device of its own for each rank, as far as there are some.
+        device = COMM.rank % dbuf.device_count()
+        return dbuf.CudaHandler(seed=1, device=device)
     if kind == "pycuda":
         from brainstorm.handlers import PyCudaHandler
 
@@ -107,11 +109,13 @@ def clip(net, name):
         net.set_gradient_modifiers(bs.value_modifiers.ClipValues(-1e-3, 1e-3))
 
 
-def parity(kind, make_comm=lambda: None, **options):
+def parity(kind, make_comm=lambda: None, nets=NETS, steppers=STEPPERS, **options):
     """Two ranks with half of each minibatch, and this one alone with all of it."""
     seen = {}
-    for name, spec in NETS.items():
-        for step, make_stepper in STEPPERS.items():
+    for name in nets:
+        spec = NETS[name]
+        for step in steppers:
+            make_stepper = STEPPERS[step]
             # Different weights: training starts with those of rank 0.
             net = make_net(kind, spec, seed=3 + COMM.rank)
             clip(net, name)
@@ -124,6 +128,7 @@ def parity(kind, make_comm=lambda: None, **options):
                 alone, make_stepper(), Minibatches(SIZE, shuffle=False, **make_data())
             )
             seen[f"{step} {name}"] = {
+                "device": getattr(net.handler, "device", None),
                 "prefetched": trainer.feed_stats.prefetched,
                 "weights": net.get("parameters").tolist(),
                 "alone": alone.get("parameters").tolist(),
@@ -190,6 +195,29 @@ class NcclOverMpi:
         dbuf.Stream.from_handle(stream).synchronize()
         buffer = MPI.memory.fromaddress(recvbuf, count * 4)
         COMM.Allreduce(MPI.IN_PLACE, [buffer, count, MPI.FLOAT])
+
+
+def cupys_nccl():
+    """Return a communicator of CuPy's NCCL on this rank's device."""
+    from cupy.cuda import nccl
+
+    number = COMM.bcast(nccl.get_unique_id())
+    with dbuf.Context.primary(COMM.rank):
+        return nccl.NcclCommunicator(COMM.size, number, COMM.rank)
+
+
+FEW = {"nets": ["mlp", "lstm"], "steppers": ["momentum"]}
+
+
+def two_devices(kind):
+    """As parity, but less of it: gradients go through page-locked memory."""
+    return parity(kind, **FEW)
+
+
+def two_devices_by_nccl(kind):
+    """The same by NCCL, or what stands for it on the stand-in driver."""
+    is_real = "BRAINSTORM_DBUF_LIBCUDA" not in os.environ
+    return parity(kind, cupys_nccl if is_real else NcclOverMpi, **FEW)
 
 
 def cuda_aware(kind):

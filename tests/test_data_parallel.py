@@ -35,6 +35,22 @@ needs_fake = pytest.mark.skipif(KIND == "real", reason=NEEDS_FAKE)
 pytestmark = pytest.mark.timeout(90)
 
 
+def assert_trained_as_one(first, second, nets, steppers):
+    """Two ranks of ranks.py, with half of each minibatch, and one with all of it."""
+    assert list(first) == [f"{step} {net}" for net in nets for step in steppers]
+    for name, seen in first.items():
+        weights, alone, start = map(
+            np.array, (seen["weights"], seen["alone"], seen["start"])
+        )
+        assert seen["weights"] == second[name]["weights"], name
+        np.testing.assert_allclose(weights, alone, 1e-5, 1e-6, err_msg=name)
+        # That says something: training goes a thousand times as far.
+        assert np.abs(alone - start).max() > 1e-3, name
+        # All but the first of each of the three epochs' six.
+        assert seen["prefetched"] == second[name]["prefetched"] == 15
+        assert seen["left"] == []
+
+
 def on_two_ranks(tmp_path, cases, kind="numpy"):
     """Run cases of ranks.py; return what each rank saw."""
     skip_without(kind)
@@ -55,19 +71,7 @@ PARITY = [
 @needs_mpi
 @pytest.mark.parametrize("case", PARITY, ids=lambda case: " on ".join(case))
 def test_two_ranks_train_as_one_with_both_halves_and_equal_to_the_bit(tmp_path, case):
-    first, second = on_two_ranks(tmp_path, *case)
-    assert list(first) == [f"{step} {net}" for net in NETS for step in STEPPERS]
-    for name, seen in first.items():
-        weights, alone, start = map(
-            np.array, (seen["weights"], seen["alone"], seen["start"])
-        )
-        assert seen["weights"] == second[name]["weights"], name
-        np.testing.assert_allclose(weights, alone, 1e-5, 1e-6, err_msg=name)
-        # That says something: training goes a thousand times as far.
-        assert np.abs(alone - start).max() > 1e-3, name
-        # All but the first of each of the three epochs' six.
-        assert seen["prefetched"] == second[name]["prefetched"] == 15
-        assert seen["left"] == []
+    assert_trained_as_one(*on_two_ranks(tmp_path, *case), NETS, STEPPERS)
 
 
 @needs_mpi
