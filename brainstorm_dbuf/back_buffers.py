@@ -505,16 +505,19 @@ class DeviceSlot:
             return False
         region = self._held and self._held.find(array)
         if region is None:
-            is_ready = _cuda.is_pagelocked(array)
+            is_ready = self._is_pagelocked(array)
         else:
             is_ready = self._lock(region) or (
-                region.is_locked_by_owner and _cuda.is_pagelocked(array)
+                region.is_locked_by_owner and self._is_pagelocked(array)
             )
         if not is_ready:
             return False
         if region is None or not region.lies_still:
             self.source_in_use = True
         return True
+
+    def _is_pagelocked(self, array: np.ndarray) -> bool:
+        return _cuda.is_pagelocked(array, context=self._access.context)
 
     def _lock(self, region: Region) -> bool:
         started = time.perf_counter()

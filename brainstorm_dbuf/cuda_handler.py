@@ -37,8 +37,8 @@ class CudaHandler(_cuda.HandlerCore, Handler):
     Raises:
         DriverError: there is no usable driver or no device.
         RuntimeError: this package was built without a CUDA compiler.
-        CudaError: ``device`` does not exist (it says which there are), or the driver
-            failed.
+        ValueError: ``device`` does not exist; it says which there are.
+        CudaError: the driver failed.
     """
 
     __undescribed__ = {"EMPTY", "context", "stream"}
@@ -69,7 +69,8 @@ class CudaHandler(_cuda.HandlerCore, Handler):
         """Allocate a page-locked host array of float32, arbitrary content.
 
         Copies between it and the device run asynchronously and at the full rate of the
-        link. No context need be current: it is made in the handler's.
+        link. No context need be current: it is made in the handler's, for copies of its
+        device alone (``dbuf.pagelocked_empty`` makes memory for every device).
 
         Args:
             shape: shape of the array.

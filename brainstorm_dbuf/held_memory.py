@@ -122,16 +122,18 @@ class Region:
         memory = (ctypes.c_uint8 * self.nbytes).from_address(self.low)
         memory.owners = list(self.owners)  # until it is page-locked no more
         view = np.frombuffer(memory, np.uint8)
+        # Feeds of other devices share it.
+        flags = _cuda.HOST_REGISTER_PORTABLE
         if self._writable:
-            return _cuda.register_host_memory(view, context=context)
+            return _cuda.register_host_memory(view, flags, context=context)
         view.flags.writeable = False
         try:
             # Memory mapped for reading only cannot be page-locked otherwise.
-            flags = _cuda.HOST_REGISTER_READ_ONLY
-            return _cuda.register_host_memory(view, flags, context=context)
+            read_only = flags | _cuda.HOST_REGISTER_READ_ONLY
+            return _cuda.register_host_memory(view, read_only, context=context)
         except _cuda.CudaError:
             # Not every device has that; memory may be writable behind such an array.
-            return _cuda.register_host_memory(view, context=context)
+            return _cuda.register_host_memory(view, flags, context=context)
 
     def unlock(self) -> None:
         _locked_regions.discard(self)

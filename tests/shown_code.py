@@ -8,7 +8,8 @@ In docs a block may have classes:
 
 * ``alone``: a program of its own, run after the others of the page, in the same folder;
 * ``no-driver``: alone, on a machine without a CUDA driver;
-* ``figures-vary`` (of what is printed): numbers are not compared;
+* ``figures-vary`` (of what is printed): numbers are not compared, nor which devices an
+  error says that there are;
 * ``example-output`` (of what is printed): only what stands before the first two blanks
   of a line is compared.
 """
@@ -175,4 +176,5 @@ def comparable(text: str, classes: frozenset[str] = frozenset()) -> str:
         return "\n".join(sorted({label for label in labels if label}))
     if "figures-vary" in classes:
         text = _NUMBER.sub("#", text)
+        text = re.sub(r"(sees # device)s?:.*", r"\1", text, flags=re.DOTALL)
     return " ".join(text.split())

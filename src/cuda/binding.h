@@ -111,6 +111,9 @@ typedef struct {
 #undef X
 } Driver;
 
+/* How many devices the driver saw when it was last asked; 0 before. */
+extern _Atomic(int) driver_devices;
+
 /* Filled once, by driver_open; valid while driver_usable says so. */
 extern Driver driver;
 
@@ -174,6 +177,9 @@ driver_ready(ModuleState *state)
 {
     return driver_usable() ? 0 : driver_open(state);
 }
+
+/* Ask the driver for the number of devices. */
+CUresult driver_count_devices(int *count);
 
 /* The driver's version (13000 for 13.0), or 0 where it is not open. Never opens it. */
 int driver_version_if_open(void);
@@ -395,10 +401,11 @@ typedef struct Ledger Ledger;
 
 struct ContextObject {
     PyObject_HEAD
-    CUcontext handle;  /* counted if is_primary, else borrowed from owner */
-    int is_primary;    /* we hold one retain of the device's primary context */
-    CUdevice device;   /* whose primary context it is; else unused */
-    PyObject *owner;   /* owned, or NULL: keeps a foreign context alive */
+    CUcontext handle;    /* counted if is_primary, else borrowed from owner */
+    int is_primary;      /* we hold one retain of the device's primary context */
+    CUdevice device;     /* its device, where that is known */
+    int device_is_known; /* of a primary context always, else once asked for */
+    PyObject *owner;     /* owned, or NULL: keeps a foreign context alive */
     Py_ssize_t pushes; /* push() less pop(); each owns a reference to this object, lest
                           a thread's current context be destroyed under it */
     int max_pitch;     /* of its device, bytes between rows; 0 until asked for */
@@ -429,6 +436,19 @@ ContextObject *context_argument(ModuleState *state, PyObject *object);
 /* The ledger of a stream that has no Stream object. Borrowed from the context, valid
  * until the GIL is released; NULL with MemoryError set. */
 Ledger *context_ledger(ContextObject *context, CUstream stream);
+
+/* The ordinal of the context's device, by the driver the first time where it is no
+ * primary context. Return 0, or -1 with an error set. */
+COLD int context_device(ModuleState *state, ContextObject *self, int *ordinal);
+
+/* Have their reprs name their devices, as far as the driver tells. Any may be NULL;
+ * never an error. */
+COLD void contexts_learn_devices(ModuleState *state, ContextObject *first,
+                                 ContextObject *second);
+
+/* Wait for what runs in all contexts known here but that one; those that are gone have
+ * nothing to wait for. Releases the GIL. */
+void contexts_synchronize_others(CUcontext except);
 
 /* The most bytes from row to row that a copy of rows may have on the context's device,
  * by the driver the first time. Return 0, or -1 with an error set. */
@@ -746,6 +766,10 @@ event_enter_recorded(ModuleState *state, EventObject *self)
     return 0;
 }
 
+/* Set the ValueError for a stream of another context. */
+COLD void event_raise_other_context(ModuleState *state, EventObject *self,
+                                    ContextObject *stream_context);
+
 /* Record on a stream of the event's own context. Return 0, or -1 with an error set. */
 static inline int
 event_record(ModuleState *state, EventObject *self, CUstream stream,
@@ -757,8 +781,7 @@ event_record(ModuleState *state, EventObject *self, CUstream stream,
         return -1;
     }
     if (stream_context->handle != self->context->handle) {
-        PyErr_Format(PyExc_ValueError, "the event is of %R, the stream of %R",
-                     self->context, stream_context);
+        event_raise_other_context(state, self, stream_context);
         event_leave(self);
         return -1;
     }
@@ -851,14 +874,17 @@ typedef struct {
     void *ptr; /* owned: cuMemHostAlloc; NULL for no bytes */
     size_t nbytes;
     ContextObject *context; /* owned until dealloc; NULL only if nbytes is 0 */
+    int is_portable;        /* page-locked for every context, not for its own alone */
 } PageLockedMemoryObject;
 
+/* Begins as the other. */
 typedef struct {
     PyObject_HEAD
     void *ptr; /* borrowed from array; page-locked while is_registered */
     size_t nbytes;
-    PyObject *array;        /* owned until dealloc: whose memory it is */
     ContextObject *context; /* owned until dealloc; NULL only if nbytes is 0 */
+    int is_portable;        /* page-locked for every context, not for its own alone */
+    PyObject *array;        /* owned until dealloc: whose memory it is */
     int is_registered;      /* the driver has it; cuMemHostUnregister is due */
     int is_unregistering;   /* by a thread that has released the GIL meanwhile */
     Guard guard; /* closed by unregister(); inside are calls that copy from or to it */
@@ -888,6 +914,21 @@ pagelocked_owner(ModuleState *state, PyArrayObject *array, const char *first,
     }
     return pagelocked_owner_slowly(state, array, first, end);
 }
+
+/* The context for which what pagelocked_owner has found is page-locked. Borrowed; NULL
+ * where that is every context. */
+static inline ContextObject *
+pagelocked_context(PyObject *owner)
+{
+    PageLockedMemoryObject *memory = (PageLockedMemoryObject *)owner;
+    return owner == NULL || memory->is_portable ? NULL : memory->context;
+}
+
+/* Refuse memory that is page-locked in one context for copies in another one, of
+ * another device. Return 0, or -1 with ValueError set. */
+COLD int pagelocked_check_device(ModuleState *state, const char *function,
+                                 const char *role, ContextObject *locked_in,
+                                 ContextObject *context);
 
 /* Keep the memory of an array from being unregistered during a call: the driver takes
  * it for page-locked until its copy is queued, whether the call does or not. May
@@ -941,8 +982,9 @@ typedef struct {
     size_t nbytes;
     PyObject *hold;                     /* owned: what keeps the memory alive */
     RegisteredMemoryObject *registered; /* owned and entered, or NULL */
-    int is_locked;          /* known to be page-locked (0: ask the driver) */
-    ContextObject *context; /* borrowed, or NULL: any will do */
+    int is_locked;            /* known to be page-locked (0: ask the driver) */
+    ContextObject *locked_in; /* borrowed from hold, or NULL: for every context */
+    ContextObject *context;   /* borrowed, or NULL: any will do */
 } HostEnd;
 
 /* Set TypeError and return -1 if elements of this dtype must not be moved as bytes:
@@ -996,17 +1038,22 @@ host_end_release(HostEnd *end)
     Py_CLEAR(end->hold);
 }
 
-int device_end_ask_size(ModuleState *state, const char *role, DeviceEnd *end,
-                        ContextObject *context);
+/* Refuse memory of another device than the context's; `role` is for the message. The
+ * driver is asked, but not where it has but one device. Return 0, or -1 with an error
+ * set. */
+int device_check_pointer(ModuleState *state, const char *role, CUdeviceptr ptr,
+                         ContextObject *context);
 
-/* Ask the driver how many bytes follow an address. Return 0, or -1 with an error set.
- */
+int device_end_ask(ModuleState *state, const char *role, DeviceEnd *end,
+                   ContextObject *context);
+
+/* Of memory that is not ours, check that it is of the context's device and ask the
+ * driver how many bytes follow an address. Return 0, or -1 with an error set. */
 static inline int
 device_end_measure(ModuleState *state, const char *role, DeviceEnd *end,
                    ContextObject *context)
 {
-    return LIKELY(end->size_is_known) ? 0
-                                      : device_end_ask_size(state, role, end, context);
+    return LIKELY(end->context != NULL) ? 0 : device_end_ask(state, role, end, context);
 }
 
 ContextObject *common_context_slowly(ModuleState *state, ContextObject *first,
@@ -1071,7 +1118,8 @@ static inline int
 copy_check_locked(ModuleState *state, const char *function, const char *role,
                   const char *instead, const HostEnd *host, ContextObject *context)
 {
-    return LIKELY(host->is_locked)
+    return LIKELY(host->is_locked) && LIKELY(host->locked_in == NULL ||
+                                             host->locked_in->handle == context->handle)
                ? 0
                : copy_ask_locked(state, function, role, instead, host, context);
 }

@@ -131,6 +131,57 @@ context_argument(ModuleState *state, PyObject *object)
 }
 
 int
+context_device(ModuleState *state, ContextObject *self, int *ordinal)
+{
+    if (!self->device_is_known) {
+        CUdevice device = 0;
+        CUresult status;
+        Scope scope;
+        IN_CONTEXT(scope, self->handle, status, driver.CtxGetDevice(&device));
+        if (status != CUDA_SUCCESS) {
+            raise_cuda(state, scope_call(&scope, "cuCtxGetDevice"), status, NULL);
+            return -1;
+        }
+        self->device = device;
+        self->device_is_known = 1;
+    }
+    *ordinal = (int)self->device;
+    return 0;
+}
+
+void
+contexts_learn_devices(ModuleState *state, ContextObject *first, ContextObject *second)
+{
+    ContextObject *contexts[] = {first, second};
+    int ordinal;
+    for (int i = 0; i < 2; i++) {
+        if (contexts[i] != NULL && context_device(state, contexts[i], &ordinal) < 0) {
+            PyErr_Clear(); /* then they have a handle alone */
+        }
+    }
+}
+
+void
+contexts_synchronize_others(CUcontext except)
+{
+    ContextObject *self = (ContextObject *)Py_XNewRef((PyObject *)all_contexts);
+    while (self != NULL) {
+        if (self->handle != except) {
+            CUresult status;
+            Scope scope;
+            Py_BEGIN_ALLOW_THREADS
+            IN_CONTEXT(scope, self->handle, status, driver.CtxSynchronize());
+            Py_END_ALLOW_THREADS(void)
+            status;
+        }
+        /* It is on the list still: we hold it. */
+        ContextObject *next = (ContextObject *)Py_XNewRef((PyObject *)self->next);
+        Py_DECREF((PyObject *)self);
+        self = next;
+    }
+}
+
+int
 context_max_pitch(ModuleState *state, ContextObject *self, size_t *pitch)
 {
     if (self->max_pitch == 0) {
@@ -294,6 +345,7 @@ Context_primary(PyObject *type, PyObject *args, PyObject *kwargs)
         self = context_new(state, handle, NULL, 1);
         if (self != NULL) {
             self->device = device;
+            self->device_is_known = 1;
             return (PyObject *)self;
         }
     }
@@ -456,8 +508,12 @@ static PyObject *
 Context_repr(PyObject *op)
 {
     ContextObject *self = (ContextObject *)op;
-    return PyUnicode_FromFormat("<Context %p%s>", (void *)self->handle,
-                                self->is_primary ? " (primary)" : "");
+    const char *primary = self->is_primary ? " (primary)" : "";
+    if (self->device_is_known) {
+        return PyUnicode_FromFormat("<Context %p%s of device %d>", (void *)self->handle,
+                                    primary, (int)self->device);
+    }
+    return PyUnicode_FromFormat("<Context %p%s>", (void *)self->handle, primary);
 }
 
 static Py_hash_t

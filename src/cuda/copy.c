@@ -31,6 +31,9 @@ copy_ask_locked(ModuleState *state, const char *function, const char *role,
     int is_locked = 0;
     CUresult status;
     Scope scope;
+    if (host->is_locked) {
+        return pagelocked_check_device(state, function, role, host->locked_in, context);
+    }
     IN_CONTEXT(scope, context->handle, status,
                pagelocked_ask(host->ptr, host->nbytes, &is_locked));
     if (status != CUDA_SUCCESS) {
@@ -482,7 +485,8 @@ PyMethodDef copy_functions[] = {
          "Both ends are kept alive until it is done; src must not be changed until "
          "then.\n\n"
          "Raises ValueError if src is not page-locked or not C-contiguous, if dest "
-         "is smaller, or stream or dest of another context.")},
+         "is smaller, or stream or dest of another context; or if src is page-locked "
+         "for another device alone (HOST_ALLOC_PORTABLE: for every device).")},
     {"memcpy_dtoh", FASTCALL(memcpy_dtoh),
      PyDoc_STR(
          "memcpy_dtoh($module, /, dest, src)\n--\n\n"

@@ -98,6 +98,7 @@ memcpy_htod_rows_async(PyObject *module, PyObject *const *args, Py_ssize_t nargs
     copy.host.ptr = first;
     copy.host.nbytes = (size_t)(end - first);
     copy.host.is_locked = owner != NULL;
+    copy.host.locked_in = pagelocked_context(owner);
     copy.host.registered = pagelocked_enter(state, array);
     copy.host.hold = Py_NewRef(owner != NULL ? owner : given[SRC]);
     if (htod_check(state, &copy, nbytes, signature.function, "src", "memcpy_htod") <

@@ -7,6 +7,32 @@ typedef struct {
     CUdevice device;
 } DeviceObject;
 
+/* Set the ValueError that says which devices there are. Return NULL. */
+COLD static PyObject *
+raise_no_device(int ordinal, int count)
+{
+    PyObject *text =
+        PyUnicode_FromFormat("there is no CUDA device %d: the driver sees %d device%s",
+                             ordinal, count, count == 1 ? "" : "s");
+    for (int i = 0; i < count && text != NULL; i++) {
+        char name[256] = "";
+        CUdevice device;
+        CUresult status = driver.DeviceGet(&device, i);
+        if (status == CUDA_SUCCESS) {
+            status = driver.DeviceGetName(name, sizeof(name) - 1, device);
+        }
+        PyObject *one = PyUnicode_FromFormat("%s %d (%s)", i == 0 ? ":" : ",", i,
+                                             status == CUDA_SUCCESS ? name : "unknown");
+        PyUnicode_Append(&text, one); /* NULL where that fails, or one is */
+        Py_XDECREF(one);
+    }
+    if (text != NULL) {
+        PyErr_SetObject(PyExc_ValueError, text);
+        Py_DECREF(text);
+    }
+    return NULL;
+}
+
 PyObject *
 device_new(ModuleState *state, int ordinal)
 {
@@ -15,14 +41,12 @@ device_new(ModuleState *state, int ordinal)
     if (driver_ready(state) < 0) {
         return NULL;
     }
-    CUresult status = driver.DeviceGetCount(&count);
+    CUresult status = driver_count_devices(&count);
     if (status != CUDA_SUCCESS) {
         return raise_cuda(state, "cuDeviceGetCount", status, NULL);
     }
     if (ordinal < 0 || ordinal >= count) {
-        return PyErr_Format(PyExc_ValueError,
-                            "there is no CUDA device %d: the driver sees %d device%s",
-                            ordinal, count, count == 1 ? "" : "s");
+        return raise_no_device(ordinal, count);
     }
     status = driver.DeviceGet(&device, ordinal);
     if (status != CUDA_SUCCESS) {
@@ -248,7 +272,7 @@ device_count(PyObject *module, PyObject *Py_UNUSED(ignored))
     if (driver_ready(state) < 0) {
         return NULL;
     }
-    CUresult status = driver.DeviceGetCount(&count);
+    CUresult status = driver_count_devices(&count);
     if (status != CUDA_SUCCESS) {
         return raise_cuda(state, "cuDeviceGetCount", status, NULL);
     }

@@ -17,6 +17,7 @@
 
 Driver driver;
 _Atomic(int) driver_is_usable;
+_Atomic(int) driver_devices;
 LiveCounts live;
 
 static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
@@ -116,7 +117,20 @@ open_locked(Opening *result)
         result->outcome = INIT_FAILED;
         return;
     }
+    int count;
+    (void)driver_count_devices(&count);
     atomic_store_explicit(&driver_is_usable, 1, memory_order_release);
+}
+
+CUresult
+driver_count_devices(int *count)
+{
+    *count = 0;
+    CUresult status = driver.DeviceGetCount(count);
+    if (status == CUDA_SUCCESS) {
+        atomic_store_explicit(&driver_devices, *count, memory_order_relaxed);
+    }
+    return status;
 }
 
 int

@@ -118,6 +118,7 @@ host_end_of_array(ModuleState *state, const char *role, PyArrayObject *array,
     PyObject *owner =
         pagelocked_owner(state, array, end->ptr, (const char *)end->ptr + end->nbytes);
     end->is_locked = owner != NULL;
+    end->locked_in = pagelocked_context(owner);
     end->registered = pagelocked_enter(state, array);
     /* Our own memory is held directly: arrays are unknown to the garbage collector, and
      * a copy in flight may make a cycle (context, ledger, memory, context). */
@@ -395,8 +396,52 @@ device_end_resolve_slowly(ModuleState *state, const char *role, PyObject *object
 }
 
 int
-device_end_ask_size(ModuleState *state, const char *role, DeviceEnd *end,
-                    ContextObject *context)
+device_check_pointer(ModuleState *state, const char *role, CUdeviceptr ptr,
+                     ContextObject *context)
+{
+    int expected, ordinal = -1;
+    unsigned int type = 0, is_managed = 0;
+    const char *call = "cuPointerGetAttribute";
+    CUresult status;
+    Scope scope;
+    if (ptr == 0 || atomic_load_explicit(&driver_devices, memory_order_relaxed) < 2) {
+        return 0;
+    }
+    if (context_device(state, context, &expected) < 0) {
+        return -1;
+    }
+    IN_CONTEXT(
+        scope, context->handle, status,
+        driver.PointerGetAttribute(&ordinal, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, ptr));
+    if (status == CUDA_ERROR_INVALID_VALUE || ordinal == expected) {
+        return 0; /* who uses what the driver does not know finds that out */
+    }
+    if (status == CUDA_SUCCESS) {
+        IN_CONTEXT(
+            scope, context->handle, status,
+            driver.PointerGetAttribute(&type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, ptr));
+    }
+    if (status == CUDA_SUCCESS) {
+        IN_CONTEXT(scope, context->handle, status,
+                   driver.PointerGetAttribute(&is_managed,
+                                              CU_POINTER_ATTRIBUTE_IS_MANAGED, ptr));
+    }
+    if (status != CUDA_SUCCESS) {
+        raise_cuda(state, scope_call(&scope, call), status, NULL);
+        return -1;
+    }
+    if (ordinal < 0 || type != CU_MEMORYTYPE_DEVICE || is_managed) {
+        return 0; /* for every device */
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "%s: the memory at %p is of device %d, expected memory of %R", role,
+                 (void *)(uintptr_t)ptr, ordinal, context);
+    return -1;
+}
+
+/* Return 0 and the bytes that follow the address, or -1 with an error set. */
+static int
+ask_size(ModuleState *state, const char *role, DeviceEnd *end, ContextObject *context)
 {
     CUdeviceptr base = 0;
     size_t size = 0;
@@ -419,6 +464,16 @@ device_end_ask_size(ModuleState *state, const char *role, DeviceEnd *end,
     return 0;
 }
 
+int
+device_end_ask(ModuleState *state, const char *role, DeviceEnd *end,
+               ContextObject *context)
+{
+    if (device_check_pointer(state, role, end->ptr, context) < 0) {
+        return -1;
+    }
+    return end->size_is_known ? 0 : ask_size(state, role, end, context);
+}
+
 /* ---- Both ---- */
 
 ContextObject *
@@ -435,6 +490,7 @@ common_context_slowly(ModuleState *state, ContextObject *first, ContextObject *s
             common = known[i];
         }
         else if (common->handle != known[i]->handle) {
+            contexts_learn_devices(state, common, known[i]);
             PyErr_Format(PyExc_ValueError, "%s of different contexts: %R and %R",
                          i == 2 ? "memory and stream are" : "dest and src are", common,
                          known[i]);

@@ -58,6 +58,15 @@ event_destroy_late(EventObject *self)
     restore_error(&saved);
 }
 
+void
+event_raise_other_context(ModuleState *state, EventObject *self,
+                          ContextObject *stream_context)
+{
+    contexts_learn_devices(state, self->context, stream_context);
+    PyErr_Format(PyExc_ValueError, "the event is of %R, the stream of %R",
+                 self->context, stream_context);
+}
+
 static PyObject *
 Event_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -164,6 +173,18 @@ Event_elapsed_time(PyObject *op, PyObject *end_object)
                      "Event(timing=True)",
                      self->timing ? "end" : "start");
         return NULL;
+    }
+    if (self->context->handle != end->context->handle) {
+        int start_device, end_device;
+        if (context_device(state, self->context, &start_device) < 0 ||
+            context_device(state, end->context, &end_device) < 0) {
+            return NULL;
+        }
+        if (start_device != end_device) {
+            return PyErr_Format(PyExc_ValueError,
+                                "the start event is of %R, the end event of %R",
+                                self->context, end->context);
+        }
     }
     if (event_enter_recorded(state, self) < 0) {
         return NULL;
@@ -308,7 +329,8 @@ static PyMethodDef Event_methods[] = {
      PyDoc_STR(
          "elapsed_time($self, end, /)\n--\n\n"
          "Return the milliseconds from this event to `end`.\n\n"
-         "Raises ValueError if one has timing off or was never recorded, CudaError "
+         "Raises ValueError if one has timing off, was never recorded or is of another "
+         "device, CudaError "
          "(CUDA_ERROR_NOT_READY) if one has not finished.")},
     {"close", Event_close, METH_NOARGS,
      PyDoc_STR("close($self, /)\n--\n\nDestroy the event. Twice is harmless.")},

@@ -62,6 +62,26 @@ pagelocked_ask(const void *ptr, size_t nbytes, int *is_locked)
     return status;
 }
 
+int
+pagelocked_check_device(ModuleState *state, const char *function, const char *role,
+                        ContextObject *locked_in, ContextObject *context)
+{
+    int own, wanted;
+    if (context_device(state, locked_in, &own) < 0 ||
+        context_device(state, context, &wanted) < 0) {
+        return -1;
+    }
+    if (own == wanted) {
+        return 0; /* all contexts of a device address the same host memory */
+    }
+    PyErr_Format(PyExc_ValueError,
+                 "%s: %s is page-locked for %R alone, expected memory for %R; make it "
+                 "with HOST_ALLOC_PORTABLE, or page-lock it with "
+                 "HOST_REGISTER_PORTABLE, to have it page-locked for every device",
+                 function, role, locked_in, context);
+    return -1;
+}
+
 /* ---- PageLockedMemory ---- */
 
 /* nbytes from cuMemHostAlloc; 0 bytes make no driver call. New reference or NULL. */
@@ -84,6 +104,7 @@ block_new(ModuleState *state, size_t nbytes, unsigned int flags,
     }
     self->nbytes = nbytes;
     self->context = context;
+    self->is_portable = (flags & CU_MEMHOSTALLOC_PORTABLE) != 0;
     if (nbytes == 0) {
         return self;
     }
@@ -469,6 +490,7 @@ register_host_memory(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
     self->context = context;
     self->ptr = PyArray_DATA(array);
     self->nbytes = nbytes;
+    self->is_portable = (flags & CU_MEMHOSTREGISTER_PORTABLE) != 0;
     if (nbytes > 0) {
         CUresult status;
         Scope scope;
@@ -515,6 +537,9 @@ unregister(RegisteredMemoryObject *self, int wait, const char **call)
     }
     self->is_registered = 0;
     self->is_unregistering = 1; /* until then no copy of the memory may begin */
+    if (wait && self->is_portable) {
+        contexts_synchronize_others(self->context->handle);
+    }
     Py_BEGIN_ALLOW_THREADS
     status = scope_enter(&scope, self->context->handle);
     if (status == CUDA_SUCCESS) {
@@ -666,7 +691,8 @@ static PyMethodDef RegisteredMemory_methods[] = {
     {"unregister", RegisteredMemory_unregister, METH_NOARGS,
      PyDoc_STR(
          "unregister($self, /)\n--\n\n"
-         "Make the memory ordinary again, once all work in the context is done.\n\n"
+         "Make the memory ordinary again, once all work in the context is done: in all "
+         "contexts\nwhere it was page-locked for all.\n\n"
          "A call that is copying in another thread does so at its end. Twice is "
          "harmless; the array\nstays valid.")},
     REFUSE_PICKLING,
@@ -707,18 +733,47 @@ PyType_Spec RegisteredMemory_spec = {
 
 /* ---- The question ---- */
 
+/* Whether memory of ours is page-locked for an argument's context. */
 static PyObject *
-is_pagelocked(PyObject *module, PyObject *object)
+is_locked_for(ModuleState *state, PyObject *owner, PyObject *context_object)
 {
+    ContextObject *locked_in = pagelocked_context(owner);
+    if (locked_in == NULL || context_object == NULL || context_object == Py_None) {
+        Py_RETURN_TRUE;
+    }
+    ContextObject *context = context_argument(state, context_object);
+    if (context == NULL) {
+        return NULL;
+    }
+    int own = 0, wanted = 0;
+    int status = locked_in->handle == context->handle ? 0
+                 : context_device(state, locked_in, &own) < 0
+                     ? -1
+                     : context_device(state, context, &wanted);
+    Py_DECREF(context);
+    return status < 0 ? NULL : PyBool_FromLong(own == wanted);
+}
+
+static PyObject *
+is_pagelocked(PyObject *module, PyObject *const *args, Py_ssize_t nargs,
+              PyObject *kwnames)
+{
+    static const char *const names[] = {"array", "context", NULL};
+    static const Signature signature = {"is_pagelocked", names, 1, 1};
     ModuleState *state = module_state(module);
-    PyArrayObject *array = array_argument(object);
+    PyObject *given[2] = {NULL, NULL};
+    if (unpack(&signature, args, nargs, kwnames, given) < 0) {
+        return NULL;
+    }
+    PyArrayObject *array = array_argument(given[0]);
     if (array == NULL) {
         return NULL;
     }
     char *first, *end;
     array_bounds(array, &first, &end);
-    if (pagelocked_owner(state, array, first, end) != NULL) {
-        Py_RETURN_TRUE;
+    PyObject *owner = pagelocked_owner(state, array, first, end);
+    if (owner != NULL) {
+        return is_locked_for(state, owner, given[1]);
     }
     if (first == end) {
         Py_RETURN_FALSE;
@@ -748,6 +803,7 @@ PyMethodDef pagelocked_functions[] = {
          "Return an array in page-locked memory; its contents are undefined.\n\n"
          "mem_flags is a sum of HOST_ALLOC_PORTABLE, HOST_ALLOC_DEVICEMAP and "
          "HOST_ALLOC_WRITECOMBINED.\n"
+         "Without HOST_ALLOC_PORTABLE it is for copies of the context's device alone.\n"
          "The memory is freed with the last view or copy in flight.\n\n"
          "Raises CudaMemoryError if there is not enough, TypeError for dtypes that "
          "hold objects, ValueError for impossible shapes.")},
@@ -766,12 +822,15 @@ PyMethodDef pagelocked_functions[] = {
          "register_host_memory($module, /, array, flags=0, *, context=None)\n--\n\n"
          "Page-lock an array's memory where it lies; return a view that keeps it "
          "so.\n\n"
-         "The array must be C- or F-contiguous. The view's base has unregister().\n\n"
+         "The array must be C- or F-contiguous. The view's base has unregister().\n"
+         "Without HOST_REGISTER_PORTABLE it is for copies of the context's device "
+         "alone.\n\n"
          "Raises CudaError if it, or a part of it, is registered already.")},
-    {"is_pagelocked", is_pagelocked, METH_O,
-     PyDoc_STR("is_pagelocked($module, array, /)\n--\n\n"
+    {"is_pagelocked", FASTCALL(is_pagelocked),
+     PyDoc_STR("is_pagelocked($module, /, array, *, context=None)\n--\n\n"
                "Return whether an array lies in page-locked memory, from its first "
                "byte to its last.\n\n"
-               "It need not be contiguous.")},
+               "It need not be contiguous. With a context: for copies there; what this "
+               "package has\npage-locked for another device alone is not.")},
     {NULL, NULL, 0, NULL},
 };

@@ -707,6 +707,20 @@ check_memory(ModuleState *state, PyObject *object, Py_ssize_t places)
     return 0;
 }
 
+/* Return 0 if the memory is page-locked for the context, else -1 with an error set. */
+static int
+check_device(ModuleState *state, PyObject *memory, ContextObject *context)
+{
+    char *first, *end;
+    array_bounds((PyArrayObject *)memory, &first, &end);
+    ContextObject *locked_in = pagelocked_context(
+        pagelocked_owner(state, (PyArrayObject *)memory, first, end));
+    return locked_in == NULL || locked_in->handle == context->handle
+               ? 0
+               : pagelocked_check_device(state, "StagingRing", "memory", locked_in,
+                                         context);
+}
+
 static PyObject *
 StagingRing_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
@@ -724,7 +738,10 @@ StagingRing_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (context == NULL) {
         return NULL;
     }
-    StagingRingObject *self = (StagingRingObject *)type->tp_alloc(type, 0);
+    StagingRingObject *self = NULL;
+    if (check_device(state, memory, context) == 0) {
+        self = (StagingRingObject *)type->tp_alloc(type, 0);
+    }
     if (self == NULL) {
         Py_DECREF(context);
         return NULL;

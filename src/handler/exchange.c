@@ -270,6 +270,11 @@ wrap(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
     if (ndim < 0) {
         return NULL;
     }
+    if (driver_ready(engine->state) < 0 ||
+        device_check_pointer(engine->state, "wrap", (CUdeviceptr)address,
+                             engine->context) < 0) {
+        return NULL;
+    }
     return (PyObject *)foreign_array(engine, Py_NewRef(given[0]), address, ndim, shape,
                                      NULL, 0);
 }
@@ -356,6 +361,8 @@ as_array(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwna
         (has_steps && read_sizes(steps, (int)ndim, 4, strides) < 0) ||
         address_argument("as_array: data", PyTuple_GET_ITEM(data, 0), &address) < 0 ||
         driver_ready(engine->state) < 0 ||
+        device_check_pointer(engine->state, "as_array", (CUdeviceptr)address,
+                             engine->context) < 0 ||
         (stream != NULL && stream != Py_None &&
          (stream_number(stream, &other) < 0 ||
           order(engine, other, engine->stream->handle) < 0))) {

@@ -201,10 +201,18 @@ Array_assign(PyObject *op, PyObject *key, PyObject *value)
     }
     else if (Py_IS_TYPE(value, Py_TYPE(op))) {
         ArrayObject *source = (ArrayObject *)value;
-        if (source->engine != engine || source->is_int != part->is_int) {
-            PyErr_SetString(PyExc_ValueError,
-                            "DeviceArray: the value has another dtype "
-                            "or is of another CudaHandler");
+        if (source->engine != engine) {
+            PyErr_Format(PyExc_ValueError,
+                         "DeviceArray: the value is an array on device %d, the array "
+                         "is on device %d",
+                         (int)source->engine->context->device,
+                         (int)engine->context->device);
+        }
+        else if (source->is_int != part->is_int) {
+            PyErr_Format(PyExc_ValueError,
+                         "DeviceArray: the value has dtype %s, the array has %s",
+                         source->is_int ? "int32" : "float32",
+                         part->is_int ? "int32" : "float32");
         }
         else if (map_check("DeviceArray", "the array", part, "the value", source) ==
                  0) {

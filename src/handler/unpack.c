@@ -218,7 +218,12 @@ ends_arguments(EngineObject *engine, const char *operation, int index, PyObject 
     if (input->dest->size == 0) {
         return 0;
     }
-    return check_source(source_name, input->source) < 0 ? -1 : 1;
+    if (check_source(source_name, input->source) < 0 ||
+        device_check_pointer(engine->state, source_name, input->source,
+                             engine->context) < 0) {
+        return -1;
+    }
+    return 1;
 }
 
 static PyObject *
