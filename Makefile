@@ -11,6 +11,7 @@
 #   make gpu-test   all tests, on the stand-in driver and on the real one
 #   make gpu-memcheck  what touches the device under compute-sanitizer
 #   make gpu-bench  the benchmarks
+#   make gpu-two    the tests and the benchmark of two GPUs in one machine
 # What that machine lacks lies as wheels in $(WHEELS).
 
 PYTHON ?= python3
@@ -20,7 +21,7 @@ BIN = $(VENV)/bin
 # The package is installed in place: only what is compiled asks for another install.
 SOURCES = setup.py pyproject.toml build_backend/with_nvcc.py $(wildcard src/*/*)
 
-.PHONY: demo test sanitize analyze docs soak bench wheel gpu-build gpu-demo gpu-test gpu-memcheck gpu-bench clean
+.PHONY: demo test sanitize analyze docs soak bench wheel gpu-build gpu-demo gpu-test gpu-memcheck gpu-bench gpu-two clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/digits.py --timeline feed.png
@@ -114,6 +115,11 @@ gpu-bench: gpu-build
 		"large_batches.py --handler cuda --units 1024" handlers.py ragged.py \
 		staging.py "feeds.py --json build/feeds.json"; do \
 		$(GPU_ENV) $(PYTHON) bench/$$bench || status=1; done; exit $$status
+
+gpu-two: gpu-build
+	$(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real $(PYTHON) -m pytest \
+		tests/test_two_devices.py tests/test_data_parallel.py
+	$(GPU_ENV) $(PYTHON) bench/two_devices.py --json build/two_devices.json
 
 clean:
 	rm -rf feed.png build dist $(VENV) *.egg-info brainstorm_dbuf/*.so

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -200,6 +201,23 @@ def test_what_is_of_two_devices_is_refused_and_both_are_named(name, two):
             assert "device 0" in text and "device 1" in text, text
     for part in (a, b):
         assert part.array.get().tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_a_context_that_is_nobodys_primary_one_is_named_by_its_device_too(two):
+    b = of_device(1)
+    here = dbuf.Context.current()  # PyCUDA's would be one
+    memory = dbuf.mem_alloc(24)
+    text = refused(two, lambda: dbuf.memset_d8_async(memory, 0, 24, b.stream))
+    assert "device 0" in text and "device 1" in text, text
+    assert repr(here).endswith("of device 0>")
+
+
+def test_kernels_read_what_is_page_locked_for_every_device(two):
+    a, b = of_device(0), of_device(1)
+    array = portable("allocated", a.context)
+    array[:] = 5
+    b.handler.unpack([b.array], [array.ctypes.data], [np.float32])
+    assert (b.array.get() == 5).all()
 
 
 def test_a_stream_may_wait_for_another_devices_event(two):
@@ -551,3 +569,70 @@ def test_a_training_on_the_second_device_leaves_the_first_alone(two):
     second.pop("retains", None)
     assert all(second.values()), second
     assert said["fed"] > 0 and said["device"] == 1
+
+
+# ------------------------------------------------------------------------ the benchmark
+
+BENCH = Path(__file__).resolve().parent.parent / "bench"
+
+
+def benchmark(*options, devices):
+    return subprocess.run(
+        [sys.executable, BENCH / "two_devices.py", *map(str, options)],
+        env={
+            **os.environ,
+            "PYTHONPATH": SUBPROCESS_PATH,
+            "FAKE_CUDA_DEVICES": str(devices),
+            "OPENBLAS_NUM_THREADS": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_benchmark_measures_both_alone_and_at_once(two, tmp_path):
+    sizes = ("--batch-mib", 0.25, "--arena-mib", 1, "--units", 8, "--samples", 16)
+    turns = ("--seconds", 0.2, "--warm-up", 0.2, "--rounds", 1, "--least", 0)
+    into = tmp_path / "two.json"
+    run = benchmark(*sizes, *turns, "--json", into, devices=2)
+    assert (run.returncode, run.stderr) == (0, ""), run.stdout + run.stderr
+    assert run.stdout.startswith("Two devices at once beside one alone")
+    found = json.loads(into.read_text())
+    assert [device["device"] for device in found["about"]] == [0, 1]
+    assert found["missed"] == []
+    assert list(found["results"]) == ["link", "fed", "computing"]
+    for result in found["results"].values():
+        assert len(result["alone"]) == len(result["together"]) == 2
+        scaling = sum(result["together"]) / (sum(result["alone"]) / 2)
+        assert result["scaling"] == pytest.approx(scaling) and scaling > 0
+        text = f"{result['scaling']:.2f} times one device"
+        assert text in run.stdout
+
+
+@pytest.mark.skipif(KIND != "fake", reason="hides a device")
+def test_the_benchmark_says_that_it_needs_two_devices(kernels):
+    run = benchmark(devices=1)
+    assert run.returncode == 1
+    assert run.stderr == (
+        "bench/two_devices.py needs two CUDA devices, the driver sees 1\n"
+    )
+    run = benchmark("--devices", 0, 5, devices=2)
+    assert run.returncode == 1
+    assert "there is no CUDA device 5: the driver sees 2" in run.stderr
+
+
+def test_rates_count_the_time_in_which_both_devices_work(monkeypatch):
+    monkeypatch.syspath_prepend(BENCH)
+    from feed_players import Failed
+    from two_devices import rates
+
+    quick, slow = np.arange(0, 1.01, 0.1), np.arange(0.4, 1.7, 0.2)
+    # The quick one is quicker still while the other does not work.
+    alone = np.concatenate([np.arange(0, 0.4, 0.01), quick[4:]])
+    assert rates([list(alone), list(slow)], 1) == pytest.approx([10, 5])
+    assert rates([list(quick)], 1) == pytest.approx([10])
+    with pytest.raises(Failed, match="not at work at the same time"):
+        rates([list(quick), list(slow + 0.6)], 1)
+    with pytest.raises(Failed, match="fewer than two"):
+        rates([list(quick), [0.5]], 1)
