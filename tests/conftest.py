@@ -148,6 +148,8 @@ def a_driver():
         return
     fake = _fake_library()
     fake.reset()
+    dbuf.device_count()  # the binding remembers it, and a test may have had more
+    fake.reset()
     # As PyCUDA does: a context of its own, current in the thread that trains.
     context = fake.create_context()
     yield SimpleNamespace(kind="fake", fake=fake, context=context)

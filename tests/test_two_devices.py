@@ -54,11 +54,7 @@ def two(driver, kernels):
     count = dbuf.device_count()
     if count < 2:
         pytest.skip(f"needs two CUDA devices, the driver sees {count}")
-    yield driver
-    gc.collect()
-    if driver.fake is not None:
-        driver.fake.set_device_count(1)
-        dbuf.device_count()
+    return driver
 
 
 ORDINARY = np.ones((2, 3), np.float32)
@@ -75,7 +71,7 @@ class Foreign:
 
 
 def mapped(array):
-    """Return a copy in pages of its own, which can be page-locked whatever is beside."""
+    """Return a copy in pages of its own, which can be page-locked by themselves."""
     memory = mmap.mmap(-1, max(array.nbytes, 1))
     copy = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
     copy[...] = array
@@ -559,7 +555,8 @@ def test_a_training_on_the_second_device_leaves_the_first_alone(two):
     )
     with program:
         line = program.stdout.readline()
-        assert free_bytes(two) == before
+        if before is not None:  # a context takes some hundreds of MiB
+            assert before - free_bytes(two) < 8 << 20
         program.communicate("\n")
     assert program.returncode == 0
     del context

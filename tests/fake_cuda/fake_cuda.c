@@ -903,10 +903,9 @@ fake_cuMemHostRegister(void *pointer, size_t bytes, unsigned int flags)
         return code;
     }
     fake.host_syncs++;
+    bool portable = flags & CU_MEMHOSTREGISTER_PORTABLE;
     return leave(flags & ~known ? CUDA_ERROR_INVALID_VALUE
-                                : memory_register(
-                                      current, pointer, bytes,
-                                      flags & CU_MEMHOSTREGISTER_PORTABLE));
+                                : memory_register(current, pointer, bytes, portable));
 }
 
 static CUresult CUDAAPI

@@ -236,7 +236,8 @@ CUresult
 memory_device_end(CUdeviceptr address, size_t extent, int device, struct end *out)
 {
     struct block *block = memory_find_any((uintptr_t)address);
-    if (block == NULL || block->kind != BLOCK_DEVICE || block->context->device != device
+    if (block == NULL || block->kind != BLOCK_DEVICE
+        || block->context->device != device
         || !block_holds(block, (uintptr_t)address, extent)) {
         return CUDA_ERROR_INVALID_VALUE;
     }
@@ -249,7 +250,7 @@ memory_device_end(CUdeviceptr address, size_t extent, int device, struct end *ou
 /* Fill in an end in host memory: with its block where it is page-locked, without where
    it is pageable, as what is registered for another device alone is taken to be; an
    error where it is device memory or only part of it is page-locked. What was allocated
-   is page-locked for all devices, portable or not (CUDA Driver API, unified addressing).
+   is page-locked for all devices, portable or not (Driver API, Unified Addressing).
  */
 CUresult
 memory_host_end(const void *address, size_t extent, int device, struct end *out)
