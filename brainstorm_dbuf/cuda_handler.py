@@ -69,8 +69,7 @@ class CudaHandler(_cuda.HandlerCore, Handler):
         """Allocate a page-locked host array of float32, arbitrary content.
 
         Copies between it and the device run asynchronously and at the full rate of the
-        link. No context need be current: it is made in the handler's, for copies of its
-        device alone (``dbuf.pagelocked_empty`` makes memory for every device).
+        link. No context need be current: it is made in the handler's.
 
         Args:
             shape: shape of the array.

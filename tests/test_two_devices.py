@@ -83,7 +83,9 @@ def of_device(device):
     handler = dbuf.CudaHandler(seed=1, device=device)
     context = handler.context
     array = handler.create_from_numpy(np.arange(6).reshape(2, 3))
-    places = dbuf.pagelocked_empty(1 << 12, np.uint8, context=context)
+    places = dbuf.register_host_memory(
+        mapped(np.zeros(1 << 12, np.uint8)), context=context
+    )
     handler.synchronize()
     return SimpleNamespace(
         handler=handler,
@@ -117,16 +119,13 @@ MIXTURES = {
     "foreign array and stream, back": lambda a, b: dbuf.memcpy_dtoh_async(
         b.locked, a.foreign, b.stream
     ),
-    "page-locked memory": lambda a, b: dbuf.memcpy_htod_async(
-        b.memory, a.locked, b.stream
-    ),
-    "page-locked memory, back": lambda a, b: dbuf.memcpy_dtoh_async(
-        a.locked, b.memory, b.stream
-    ),
-    "page-locked rows": lambda a, b: dbuf.memcpy_htod_rows_async(
-        b.memory, a.locked, b.stream
-    ),
     "registered memory": lambda a, b: dbuf.memcpy_htod_async(
+        b.memory, a.registered, b.stream
+    ),
+    "registered memory, back": lambda a, b: dbuf.memcpy_dtoh_async(
+        a.registered, b.memory, b.stream
+    ),
+    "registered rows": lambda a, b: dbuf.memcpy_htod_rows_async(
         b.memory, a.registered, b.stream
     ),
     "two memories": lambda a, b: dbuf.memcpy_dtod(a.memory, b.memory),
@@ -219,7 +218,7 @@ def test_kernels_read_what_is_page_locked_for_every_device(two):
 def test_a_stream_may_wait_for_another_devices_event(two):
     a, b = of_device(0), of_device(1)
     a.locked[:] = 7
-    shared = dbuf.pagelocked_zeros((2, 3), mem_flags=dbuf.HOST_ALLOC_PORTABLE)
+    shared = dbuf.pagelocked_zeros((2, 3))
     with a.stream, b.stream:
         dbuf.memcpy_htod_async(a.memory, a.locked, a.stream)
         dbuf.memcpy_dtoh_async(shared, a.memory, a.stream)
@@ -232,9 +231,7 @@ def test_a_stream_may_wait_for_another_devices_event(two):
 
 def portable(kind, context):
     if kind == "allocated":
-        return dbuf.pagelocked_empty(
-            (2, 3), mem_flags=dbuf.HOST_ALLOC_PORTABLE, context=context
-        )
+        return dbuf.pagelocked_empty((2, 3), context=context)
     return dbuf.register_host_memory(
         mapped(ORDINARY), dbuf.HOST_REGISTER_PORTABLE, context=context
     )
@@ -258,7 +255,8 @@ def test_is_pagelocked_tells_for_which_device(two):
     for array in (a.locked, a.registered):
         assert dbuf.is_pagelocked(array)
         assert dbuf.is_pagelocked(array, context=a.context)
-        assert not dbuf.is_pagelocked(array, context=b.context)
+    assert dbuf.is_pagelocked(a.locked, context=b.context)
+    assert not dbuf.is_pagelocked(a.registered, context=b.context)
     assert not dbuf.is_pagelocked(ORDINARY, context=b.context)
 
 
@@ -435,9 +433,14 @@ def test_data_page_locked_for_the_other_device_are_staged(two, slot_way, monkeyp
     monkeypatch.setattr(held_memory, "DIRECT_COPY_MIN_BYTES", 0)
     monkeypatch.setattr(held_memory, "ROW_MIN_BYTES", 0)
     randomly(two, monkeypatch)
-    name, other = "mlp with dropout", dbuf.CudaHandler(device=0)
+    name, other = "mlp with dropout", dbuf.Context.primary(0)
+
+    def locked_for_the_other(shape):
+        array = mapped(np.zeros(shape, np.float32))
+        return dbuf.register_host_memory(array, context=other)
+
     results = []
-    for lock in (np.empty, other.pagelocked_empty):
+    for lock in (np.empty, locked_for_the_other):
         training = Training(name, 1)
         data = {}
         for key, array in minibatches(name, np.random.default_rng(3)).data.items():

@@ -75,9 +75,9 @@ pagelocked_check_device(ModuleState *state, const char *function, const char *ro
         return 0; /* all contexts of a device address the same host memory */
     }
     PyErr_Format(PyExc_ValueError,
-                 "%s: %s is page-locked for %R alone, expected memory for %R; make it "
-                 "with HOST_ALLOC_PORTABLE, or page-lock it with "
-                 "HOST_REGISTER_PORTABLE, to have it page-locked for every device",
+                 "%s: %s is page-locked for %R alone, expected memory for %R; "
+                 "register_host_memory with HOST_REGISTER_PORTABLE page-locks it for "
+                 "every device",
                  function, role, locked_in, context);
     return -1;
 }
@@ -104,7 +104,10 @@ block_new(ModuleState *state, size_t nbytes, unsigned int flags,
     }
     self->nbytes = nbytes;
     self->context = context;
-    self->is_portable = (flags & CU_MEMHOSTALLOC_PORTABLE) != 0;
+    /* Whatever the flags: "All host memory allocated in all contexts using [..]
+     * cuMemHostAlloc() is always directly accessible from all contexts on all devices"
+     * (CUDA Driver API, Unified Addressing). What is registered is not. */
+    self->is_portable = 1;
     if (nbytes == 0) {
         return self;
     }
@@ -803,7 +806,6 @@ PyMethodDef pagelocked_functions[] = {
          "Return an array in page-locked memory; its contents are undefined.\n\n"
          "mem_flags is a sum of HOST_ALLOC_PORTABLE, HOST_ALLOC_DEVICEMAP and "
          "HOST_ALLOC_WRITECOMBINED.\n"
-         "Without HOST_ALLOC_PORTABLE it is for copies of the context's device alone.\n"
          "The memory is freed with the last view or copy in flight.\n\n"
          "Raises CudaMemoryError if there is not enough, TypeError for dtypes that "
          "hold objects, ValueError for impossible shapes.")},

@@ -515,7 +515,7 @@ static _Atomic int inside[1024];
 static bool
 product_begin(blas_handle handle)
 {
-    bool is_alone = atomic_fetch_add(&inside[(uintptr_t)handle / 256 % 1024], 1) == 0;
+    bool is_alone = atomic_fetch_add(&inside[(uintptr_t)handle / HANDLE_STEP % 1024], 1) == 0;
     sched_yield(); /* others may come */
     return is_alone;
 }
@@ -523,7 +523,7 @@ product_begin(blas_handle handle)
 static int
 product_end(blas_handle handle, int status)
 {
-    atomic_fetch_sub(&inside[(uintptr_t)handle / 256 % 1024], 1);
+    atomic_fetch_sub(&inside[(uintptr_t)handle / HANDLE_STEP % 1024], 1);
     return status;
 }
 

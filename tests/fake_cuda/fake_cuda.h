@@ -324,6 +324,7 @@ struct fake {
 extern struct fake fake;
 
 /* fake_objects.c */
+enum { HANDLE_STEP = 64 }; /* between the numbers of two handles */
 void *allocate(size_t count, size_t size);
 void *handle_add(struct handles *table, void *object);
 void *handle_find(const struct handles *table, const void *handle);

@@ -11,8 +11,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { HANDLE_STEP = 64 };
-
 static _Thread_local struct {
     uint64_t epoch;
     uint64_t id; /* 0 until this thread first asks for its own default stream */
