@@ -27,7 +27,7 @@ demo: $(VENV)/installed
 	$(BIN)/python examples/digits.py --timeline feed.png
 
 test: $(VENV)/installed
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 tests
 
 sanitize: $(VENV)/installed
 	$(BIN)/python tests/sanitize.py -q
