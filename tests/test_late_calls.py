@@ -240,12 +240,18 @@ def with_worker(monkeypatch):
     force_worker(monkeypatch)
 
 
-def a_pass_whose_call_is_late(fake, entry, late_at=3):
-    """Larger minibatches from there on, so that memory is wanted too."""
+def a_pass_whose_call_is_late(fake, entry, stepped, late_at=3):
+    """Larger minibatches from there on, so that memory is wanted too.
+
+    A worker first lets the steps before it end, which add to ``stepped``: by then the
+    trainer has made its own calls, some of which keep the interpreter.
+    """
 
     def make_pass():
         for k in range(COUNT):
             if k == late_at:
+                if threading.current_thread() in workers():
+                    wait_until(lambda: len(stepped) == late_at)
                 fake.delay(entry, ms=20_000)
             yield batch(k, samples=9000 if k >= late_at else 2)
 
@@ -261,7 +267,7 @@ def test_ctrl_c_does_not_wait_for_a_late_call_of_the_worker(
     started = time.monotonic()
     with Told(fake, lambda: os.kill(os.getpid(), signal.SIGINT)) as told:
         with pytest.raises(KeyboardInterrupt) as caught:
-            job.train(a_pass_whose_call_is_late(fake, entry))
+            job.train(a_pass_whose_call_is_late(fake, entry, job.seen))
     del caught
     assert told.saw and time.monotonic() - started < 5
     assert fake.delays()["now"] == 1 and len(workers()) == 1
@@ -289,7 +295,7 @@ def test_another_thread_that_closes_the_feed_does_not_wait_for_a_late_call(
         try:
             with dbuf.feed.Feed(job.net.handler) as a_feed:
                 feeds.append(a_feed)
-                source = a_pass_whose_call_is_late(fake, entry)
+                source = a_pass_whose_call_is_late(fake, entry, seen)
                 for number in a_feed.run_network(job.net, source(), True):
                     seen.append(number)
         except BaseException as error:
