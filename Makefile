@@ -10,6 +10,7 @@
 #   make gpu-demo   the main job on CudaHandler and on PyCudaHandler
 #   make gpu-test   all tests, on the stand-in driver and on the real one
 #   make gpu-memcheck  what touches the device under compute-sanitizer
+#   make gpu-soak   random trainings, and some under each tool of compute-sanitizer
 #   make gpu-bench  the benchmarks
 #   make gpu-two    the tests and the benchmark of two GPUs in one machine
 # What that machine lacks lies as wheels in $(WHEELS).
@@ -21,7 +22,7 @@ BIN = $(VENV)/bin
 # The package is installed in place: only what is compiled asks for another install.
 SOURCES = setup.py pyproject.toml build_backend/with_nvcc.py $(wildcard src/*/*)
 
-.PHONY: demo test sanitize analyze docs soak bench wheel gpu-build gpu-demo gpu-test gpu-memcheck gpu-bench gpu-two clean
+.PHONY: demo test sanitize analyze docs soak bench wheel gpu-build gpu-demo gpu-test gpu-memcheck gpu-soak gpu-bench gpu-two clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/digits.py --timeline feed.png
@@ -109,6 +110,22 @@ gpu-memcheck: gpu-build
 		$(PYTHON) -m pytest -p no:cacheprovider --timeout 300 $(MEMCHECK_TESTS)
 	$(SANITIZE) --tool racecheck \
 		$(PYTHON) -m pytest -p no:cacheprovider --timeout 300 $(KERNEL_TESTS)
+
+# With -j5 all of them at once: each leaves most of the device to the others.
+GPU_SOAKS = gpu-soak-cuda gpu-soak-pycuda
+SANITIZED_SOAKS = gpu-soak-memcheck gpu-soak-racecheck gpu-soak-initcheck
+SOAK_MINUTES ?= 8
+.PHONY: $(GPU_SOAKS) $(SANITIZED_SOAKS)
+
+gpu-soak: $(GPU_SOAKS) $(SANITIZED_SOAKS)
+
+$(GPU_SOAKS): gpu-soak-%: gpu-build
+	$(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real $(PYTHON) tests/soak.py \
+		--handler $* --minutes $(SOAK_MINUTES) --plot build/soak-$*.png
+
+$(SANITIZED_SOAKS): gpu-soak-%: gpu-build
+	$(SANITIZE) --tool $* $(if $(filter memcheck,$*),--report-api-errors no) \
+		$(PYTHON) tests/soak.py --handler cuda --minutes $(SOAK_MINUTES)
 
 gpu-bench: gpu-build
 	status=0; for bench in driver_calls.py small_batches.py large_batches.py \
