@@ -77,7 +77,7 @@ GPU_TESTS ?= tests
 # CudaHandler's operations, each of its kernels among them.
 KERNEL_TESTS ?= tests/test_cuda_handler_ops.py tests/test_cuda_handler_reduce.py \
 	tests/test_cuda_handler_convolution.py tests/test_cuda_handler_recurrent.py \
-	tests/test_cuda_handler_unpack.py
+	tests/test_cuda_handler_dense.py tests/test_cuda_handler_unpack.py
 # The binding's tests, the feed's slots, the kernels, and one whole training.
 MEMCHECK_TESTS ?= tests/test_binding_copies.py tests/test_binding_in_flight.py \
 	tests/test_binding_memory.py tests/test_binding_objects.py \

@@ -336,6 +336,23 @@ class HandlerCore:
     def fill_gaussian(self, mean: float, std: float, out: DeviceArray) -> None: ...
     def fill_if(self, mem: DeviceArray, val: float, cond: DeviceArray) -> None: ...
     def from_dlpack(self, obj: Any) -> DeviceArray: ...
+    def fully_connected_backward(
+        self,
+        activation: str,
+        x: DeviceArray,
+        y: DeviceArray,
+        dx: DeviceArray,
+        dy: DeviceArray,
+        parameters: Sequence[DeviceArray],
+        gradients: Sequence[DeviceArray],
+    ) -> bool: ...
+    def fully_connected_forward(
+        self,
+        activation: str,
+        x: DeviceArray,
+        y: DeviceArray,
+        parameters: Sequence[DeviceArray],
+    ) -> bool: ...
     def generate_probability_mask(
         self, mask: DeviceArray, probability: float
     ) -> None: ...
@@ -424,6 +441,21 @@ class HandlerCore:
         self, x: DeviceArray, y: DeviceArray, dy: DeviceArray, dx: DeviceArray
     ) -> None: ...
     def sign_t(self, a: DeviceArray, out: DeviceArray) -> None: ...
+    def softmax_ce_backward(
+        self,
+        predictions: DeviceArray,
+        targets: DeviceArray,
+        dx: DeviceArray,
+        dloss: DeviceArray,
+        t_bin: DeviceArray,
+    ) -> bool: ...
+    def softmax_ce_forward(
+        self,
+        x: DeviceArray,
+        targets: DeviceArray,
+        predictions: DeviceArray,
+        loss: DeviceArray,
+    ) -> bool: ...
     def softmax_m(self, m: DeviceArray, out: DeviceArray) -> None: ...
     def split_add_tt(
         self, x: DeviceArray, out_a: DeviceArray, out_b: DeviceArray

@@ -32,7 +32,8 @@ class CudaHandler(_cuda.HandlerCore, Handler):
         tf32: let matrix products round their factors to TF32 (10 bits of mantissa), on
             devices that have it: faster, less exact. Default is full float32.
         fused: compute the passes of recurrent layers by kernels made for them, with the
-            same results within rounding, rather than operation by operation.
+            same results within rounding, and those of FullyConnected and SoftmaxCE in one
+            call each, with the same bits, rather than operation by operation.
 
     Raises:
         DriverError: there is no usable driver or no device.

@@ -1,11 +1,13 @@
-"""Passes of brainstorm's recurrent layers as single calls, where the handler has them.
+"""Passes of some of brainstorm's layers as single calls, where the handler has them.
 
 A recurrent layer makes some forty small operations a time step, and to issue them takes
-longer than to compute them. So when a network gets a CudaHandler, its layers of the
-types in `PASSES` get passes that are one call into C each (src/handler/recurrent.c,
-lstm.c). They work on the same parameters, buffers and saved files and leave the same
-values in all of them, but for rounding. Nothing is changed for layers of other types,
-derived ones included, or with ``CudaHandler(fused=False)``.
+longer than to compute them; so do those of small layers at the end of a network. So when
+a network gets a CudaHandler, its layers of the types in `PASSES` get passes that are one
+call into C each (src/handler/recurrent.c, lstm.c, fully_connected.c, softmax_ce.c). They
+work on the same parameters, buffers and saved files and leave the same values in all of
+them: those of recurrent layers but for rounding, the others to the bit. Nothing is
+changed for layers of other types, derived ones included, or with
+``CudaHandler(fused=False)``.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ Pass = Callable[..., None]
 ACTIVATIONS = frozenset({"tanh", "sigmoid", "rel", "el", "linear"})
 
 
-def _passes(operations: str) -> dict[str, Pass]:
-    """Return the passes that a handler's `<operations>_forward` and `_backward` make.
+# Passes carry the names of the methods they stand for, so that copies and pickles of a
+# layer find their own.
 
-    They carry the names of the methods they stand for, so that copies and pickles of a
-    layer find their own.
-    """
+
+def _recurrent(operations: str) -> dict[str, Pass]:
+    """Return the passes that a handler's `<operations>_forward` and `_backward` make."""
 
     def forward_pass(self: Any, buffers: Any, training_pass: bool = True) -> None:
         run = getattr(self.handler, operations + "_forward")
@@ -59,14 +61,72 @@ def _passes(operations: str) -> dict[str, Pass]:
     return {"forward_pass": forward_pass, "backward_pass": backward_pass}
 
 
-_LSTM, _RECURRENT = _passes("lstm"), _passes("recurrent")
+def _fully_connected() -> dict[str, Pass]:
+    def forward_pass(self: Any, buffers: Any, training_pass: bool = True) -> None:
+        if (
+            self.activation not in ACTIVATIONS
+            or not self.handler.fully_connected_forward(
+                self.activation,
+                buffers.inputs.default,
+                buffers.outputs.default,
+                buffers.parameters,
+            )
+        ):
+            type(self).forward_pass(self, buffers, training_pass)
+
+    def backward_pass(self: Any, buffers: Any) -> None:
+        if (
+            self.activation not in ACTIVATIONS
+            or not self.handler.fully_connected_backward(
+                self.activation,
+                buffers.inputs.default,
+                buffers.outputs.default,
+                buffers.input_deltas.default,
+                buffers.output_deltas.default,
+                buffers.parameters,
+                buffers.gradients,
+            )
+        ):
+            type(self).backward_pass(self, buffers)
+
+    return {"forward_pass": forward_pass, "backward_pass": backward_pass}
+
+
+def _softmax_ce() -> dict[str, Pass]:
+    def forward_pass(self: Any, buffers: Any, training_pass: bool = True) -> None:
+        if not self.handler.softmax_ce_forward(
+            buffers.inputs.default,
+            buffers.inputs.targets,
+            buffers.outputs.predictions,
+            buffers.outputs.loss,
+        ):
+            type(self).forward_pass(self, buffers, training_pass)
+
+    def backward_pass(self: Any, buffers: Any) -> None:
+        if not self.handler.softmax_ce_backward(
+            buffers.outputs.predictions,
+            buffers.inputs.targets,
+            buffers.input_deltas.default,
+            buffers.output_deltas.loss,
+            buffers.internals.t_bin,
+        ):
+            type(self).backward_pass(self, buffers)
+
+    return {"forward_pass": forward_pass, "backward_pass": backward_pass}
+
+
+_LSTM, _RECURRENT = _recurrent("lstm"), _recurrent("recurrent")
 
 # By module and name, since brainstorm need not be imported here.
 PASSES = {
     ("brainstorm.layers.clockwork_layer", "ClockworkLayerImpl"): _RECURRENT,
     ("brainstorm.layers.clockwork_lstm_layer", "ClockworkLstmLayerImpl"): _LSTM,
+    ("brainstorm.layers.fully_connected_layer", "FullyConnectedLayerImpl"): (
+        _fully_connected()
+    ),
     ("brainstorm.layers.lstm_layer", "LstmLayerImpl"): _LSTM,
     ("brainstorm.layers.recurrent_layer", "RecurrentLayerImpl"): _RECURRENT,
+    ("brainstorm.layers.softmax_ce_layer", "SoftmaxCELayerImpl"): _softmax_ce(),
 }
 
 

@@ -795,14 +795,33 @@ def add_keys():
             )
 
 
-def recurrent_arguments(kind, direction):
+# Layers whose passes are single calls: how the handler's operations are called.
+FUSED = {
+    "Recurrent": "recurrent",
+    "Lstm": "lstm",
+    "Clockwork": "recurrent",
+    "ClockworkLstm": "lstm",
+    "FullyConnected": "fully_connected",
+    "SoftmaxCE": "softmax_ce",
+}
+
+
+def pass_arguments(kind, direction):
     """The arguments that a network's pass gives the handler."""
     import brainstorm as bs
 
     handler = dbuf.CudaHandler(1)
-    inp = bs.layers.Input(out_shapes={"default": ("T", "B", 4)})
-    layer = getattr(bs.layers, kind)(3, name="Layer")
-    inp >> layer >> bs.layers.Loss()
+    inp = bs.layers.Input(
+        out_shapes={"default": ("T", "B", 4), "targets": ("T", "B", 1)}
+    )
+    if kind == "SoftmaxCE":
+        layer = bs.layers.SoftmaxCE(name="Layer")
+        inp - "targets" >> "targets" - layer
+        inp - "default" >> "default" - layer
+        layer - "loss" >> bs.layers.Loss()
+    else:
+        layer = getattr(bs.layers, kind)(3, name="Layer")
+        inp >> layer >> bs.layers.Loss()
     net = bs.Network.from_layer(inp)
     net.set_handler(handler)
     net.buffer = net._buffer_manager.resize(2, 2)
@@ -810,19 +829,19 @@ def recurrent_arguments(kind, direction):
     values = np.random.default_rng(0).standard_normal(full.shape)
     handler.set_from_numpy(full, values.astype("f4"))
     given = []
-    way = "lstm" if "Lstm" in kind else "recurrent"
-    setattr(handler, f"{way}_{direction}", lambda *args: given.append(args) or True)
+    name = f"{FUSED[kind]}_{direction}"
+    setattr(handler, name, lambda *args: given.append(args) or True)
     views = net.buffer.Layer
     getattr(net.layers["Layer"], f"{direction}_pass")(views)
-    return getattr(_cuda.HandlerCore(1), f"{way}_{direction}"), given[0], full, net
+    return getattr(_cuda.HandlerCore(1), name), given[0], full, net
 
 
-def add_recurrent():
-    for kind in ("Recurrent", "Lstm", "Clockwork", "ClockworkLstm"):
+def add_passes():
+    for kind in FUSED:
         for direction in ("forward", "backward"):
 
             def prepare(b, kind=kind, direction=direction):
-                function, args, full, net = recurrent_arguments(kind, direction)
+                function, args, full, net = pass_arguments(kind, direction)
                 look = bytes_of(full)
                 return partial(function, *args), lambda r: (net is None, look(r))
 
@@ -972,7 +991,7 @@ add_properties()
 add_copies()
 add_operations()
 add_keys()
-add_recurrent()
+add_passes()
 
 
 # ---- The attack ----

@@ -48,6 +48,28 @@ number_argument(const char *operation, const char *name, PyObject *object,
     return -1;
 }
 
+int
+activation_argument(const char *operation, PyObject *object)
+{
+    static const char *const names[] = {
+#define X(name) #name,
+        ACTIVATIONS(X)
+#undef X
+    };
+    if (!PyUnicode_Check(object)) {
+        PyErr_Format(PyExc_TypeError, "%s: activation must be a str, got %.100s",
+                     operation, Py_TYPE(object)->tp_name);
+        return -1;
+    }
+    for (int i = 0; i < ACTIVATION_COUNT; i++) {
+        if (PyUnicode_CompareWithASCIIString(object, names[i]) == 0) {
+            return i;
+        }
+    }
+    PyErr_Format(PyExc_ValueError, "%s: unknown activation %R", operation, object);
+    return -1;
+}
+
 PyObject *
 shape_of(const ArrayObject *array)
 {

@@ -49,6 +49,24 @@ axes_merge(const ArrayObject *array, int first, int end, Axis *merged)
 }
 
 int
+axes_matrix(const ArrayObject *array, int split, ArrayObject *matrix)
+{
+    Axis rows, columns;
+    int fits = axes_merge(array, 0, split, &rows);
+    fits &= axes_merge(array, split, array->ndim, &columns) &&
+            (columns.size <= 1 || columns.stride == 1);
+    size_t pitch = rows.size > 1 ? rows.stride : columns.size;
+    *matrix = (ArrayObject){
+        .ptr = array->ptr,
+        .ndim = 2,
+        .size = array->size,
+        .shape = {(Py_ssize_t)rows.size, (Py_ssize_t)columns.size},
+        .strides = {(Py_ssize_t)pitch, 1},
+    };
+    return fits && array->size > 0 && pitch >= columns.size;
+}
+
+int
 op_twin(Op *op, ArrayObject *twin, const ArrayObject *array)
 {
     Py_ssize_t stride = 1;

@@ -158,10 +158,11 @@ PyTypeObject *
 core_type(PyObject *module)
 {
     PyMethodDef *tables[] = {
-        memory_operations,    exchange_operations,    elementwise_operations,
-        matrix_operations,    reduce_operations,      row_operations,
-        random_operations,    convolution_operations, pooling_operations,
-        recurrent_operations, unpack_operations};
+        memory_operations,    exchange_operations,        elementwise_operations,
+        matrix_operations,    reduce_operations,          row_operations,
+        random_operations,    convolution_operations,     pooling_operations,
+        recurrent_operations, fully_connected_operations, softmax_ce_operations,
+        unpack_operations};
     PyTypeObject *type = type_new(module, &Core_spec);
     for (size_t i = 0; i < Py_ARRAY_LENGTH(tables) && type != NULL; i++) {
         for (PyMethodDef *entry = tables[i]; entry->ml_name != NULL; entry++) {

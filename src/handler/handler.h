@@ -18,6 +18,7 @@
 #define BRAINSTORM_DBUF_HANDLER_H
 
 #include "../cuda/binding.h"
+#include "../kernels/activations.h"
 #include "../kernels/list.h"
 
 #include <pthread.h>
@@ -156,6 +157,10 @@ ArrayObject *array_argument(EngineObject *engine, const char *operation,
 int number_argument(const char *operation, const char *name, PyObject *object,
                     double *value);
 
+/* Read the name of an activation. Return its number, or -1 with TypeError or ValueError
+ * set. */
+int activation_argument(const char *operation, PyObject *object);
+
 /* Set ValueError "<operation>: <name> has shape (..), expected <format...>"; return
  * NULL.
  */
@@ -274,6 +279,9 @@ void op_wait(Op *op);
  * or NULL with an error set: one set before (by op_temporary), or of a failed call. */
 PyObject *op_end(Op *op);
 
+/* The same, with True for None: the answer of what can also say that it has not run. */
+PyObject *op_end_true(Op *op);
+
 /* ---- cuBLAS (blas.c) ---- */
 
 /* Make products possible in an operation of the handler `core`, with its precision:
@@ -320,8 +328,14 @@ typedef struct {
  * not reach all of their elements; the size is right in both cases. */
 int axes_merge(const ArrayObject *array, int first, int end, Axis *merged);
 
+/* Describe an array as a matrix: the axes before `split` as its rows, the others,
+ * without gaps, as its columns. Return 1, or 0 where the array has no elements or its
+ * strides do not allow that. No Python object, good for op_map and sum_plan alone. */
+int axes_matrix(const ArrayObject *array, int split, ArrayObject *matrix);
+
 /* Describe a contiguous temporary of an array's shape: no Python object, good for
- * op_map alone. Before op_begin. Return 0, or -1 with an error set (op_end follows). */
+ * op_map and sum_plan alone. Before op_begin. Return 0, or -1 with an error set (op_end
+ * follows). */
 int op_twin(Op *op, ArrayObject *twin, const ArrayObject *array);
 
 /* An array's elements without gaps: where they lie themselves, or in a twin. */
@@ -381,6 +395,6 @@ PyTypeObject *core_type(PyObject *module);
 extern PyMethodDef memory_operations[], elementwise_operations[], matrix_operations[],
     reduce_operations[], row_operations[], random_operations[],
     convolution_operations[], pooling_operations[], recurrent_operations[],
-    unpack_operations[];
+    fully_connected_operations[], softmax_ce_operations[], unpack_operations[];
 
 #endif

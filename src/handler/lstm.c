@@ -255,7 +255,7 @@ lstm_forward(PyObject *core, PyObject *const *args, Py_ssize_t nargs, PyObject *
                 op_begin(&op, 1);
                 run_forward(&op, &self);
             }
-            result = op_end(&op);
+            result = op_end_true(&op);
         }
     }
     return layer_close(&self.layer, result);
@@ -415,7 +415,7 @@ lstm_backward(PyObject *core, PyObject *const *args, Py_ssize_t nargs,
                 op_begin(&op, 1);
                 run_backward(&op, &self);
             }
-            result = op_end(&op);
+            result = op_end_true(&op);
         }
     }
     return layer_close(layer, result);

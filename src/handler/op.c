@@ -171,3 +171,14 @@ op_end(Op *op)
     }
     Py_RETURN_NONE;
 }
+
+PyObject *
+op_end_true(Op *op)
+{
+    PyObject *done = op_end(op);
+    if (done == NULL) {
+        return NULL;
+    }
+    Py_DECREF(done);
+    Py_RETURN_TRUE;
+}

@@ -9,40 +9,13 @@
 
 /* ---- The views of a layer ---- */
 
-/* Return the activation's number, -1 with an error set. */
-static int
-activation_argument(const char *operation, PyObject *object)
-{
-    static const char *const names[] = {
-#define X(name) #name,
-        ACTIVATIONS(X)
-#undef X
-    };
-    if (!PyUnicode_Check(object)) {
-        PyErr_Format(PyExc_TypeError, "%s: activation must be a str, got %.100s",
-                     operation, Py_TYPE(object)->tp_name);
-        return -1;
-    }
-    for (int i = 0; i < ACTIVATION_COUNT; i++) {
-        if (PyUnicode_CompareWithASCIIString(object, names[i]) == 0) {
-            return i;
-        }
-    }
-    PyErr_Format(PyExc_ValueError, "%s: unknown activation %R", operation, object);
-    return -1;
-}
-
 /* Describe an array (T, B, ...) as a matrix with a row for each step and sequence. */
 static void
 layer_matrix(Layer *layer, const ArrayObject *array, Matrix *matrix)
 {
-    Axis rows, columns;
-    int fits = axes_merge(array, 0, 2, &rows);
-    fits &= axes_merge(array, 2, array->ndim, &columns) &&
-            (columns.size <= 1 || columns.stride == 1);
-    matrix->ptr = array->ptr;
-    matrix->pitch = rows.size > 1 ? rows.stride : columns.size;
-    layer->is_suited &= fits && array->size > 0 && matrix->pitch >= columns.size;
+    ArrayObject flat;
+    layer->is_suited &= axes_matrix(array, 2, &flat);
+    *matrix = (Matrix){.ptr = flat.ptr, .pitch = (size_t)flat.strides[0]};
 }
 
 ArrayObject *
@@ -196,10 +169,6 @@ layer_close(Layer *layer, PyObject *result)
 {
     for (int i = 0; i < layer->list_count; i++) {
         Py_DECREF(layer->lists[i]);
-    }
-    if (result == Py_None) {
-        Py_DECREF(result);
-        result = Py_NewRef(Py_True);
     }
     return result;
 }
@@ -365,7 +334,7 @@ recurrent_forward(PyObject *core, PyObject *const *args, Py_ssize_t nargs,
                 op_begin(&op, 1);
                 recurrent_run_forward(&op, &self);
             }
-            result = op_end(&op);
+            result = op_end_true(&op);
         }
     }
     return layer_close(&self.layer, result);
@@ -437,7 +406,7 @@ recurrent_backward(PyObject *core, PyObject *const *args, Py_ssize_t nargs,
                 op_begin(&op, 1);
                 recurrent_run_backward(&op, &self, &plan);
             }
-            result = op_end(&op);
+            result = op_end_true(&op);
         }
     }
     return layer_close(layer, result);

@@ -65,7 +65,7 @@ int layer_parameters(Layer *layer, const char *what, PyObject *object, int count
 int layer_internals(Layer *layer, PyObject *object, int count, const char *const *names,
                     Matrix *matrices, ArrayObject **arrays);
 
-/* Return result, or instead of None True; release what the layer owns. */
+/* Return result; release what the layer owns. */
 PyObject *layer_close(Layer *layer, PyObject *result);
 
 /* ---- Launches; between op_begin and op_end ---- */

@@ -2,9 +2,7 @@
  *
  * A sum is one launch, or two where too few results would leave most of the device
  * idle: the first then cuts the summed axis into chunks and leaves partial sums. */
-#include "handler.h"
-
-#include "../kernels/sum_layout.h"
+#include "reduce.h"
 
 /* ---- sum_t ---- */
 
@@ -106,68 +104,68 @@ layout_of(const Axis *a, const Axis *out)
     return sum;
 }
 
-/* Sum a over its axes from first to before end; out has its axes without these, or with
- * `kept` axis of size 1 instead. The shapes fit. */
-static PyObject *
-run_sum(EngineObject *engine, const ArrayObject *a, int first, int end,
-        const ArrayObject *out, int kept)
+int
+sum_plan(Op *op, Sum *sum, const ArrayObject *a, int first, int end,
+         const ArrayObject *out, int kept)
 {
-    Op op;
     Axis a_groups[3], out_groups[3];
-    ArrayObject a_twin, out_twin;
-    /* Where nothing is summed a lies nowhere; it is not read then. */
-    CUdeviceptr a_ptr = a->size > 0 ? a->ptr : out->ptr;
-    CUdeviceptr out_ptr = out->ptr, partial = 0;
-    if (op_init(&op, engine, "sum_t") < 0) {
-        return NULL;
-    }
-    int a_fits = merge_groups(a, first, end, a_groups) && !arrays_overlap(a, out);
-    int out_fits = merge_groups(out, first, first + kept, out_groups);
-    if (!a_fits) {
-        if (op_twin(&op, &a_twin, a) < 0) {
-            return op_end(&op);
+    *sum = (Sum){
+        .a = a,
+        .out = out,
+        /* Where nothing is summed a lies nowhere; it is not read then. */
+        .a_ptr = a->size > 0 ? a->ptr : out->ptr,
+        .out_ptr = out->ptr,
+    };
+    if (!merge_groups(a, first, end, a_groups) || arrays_overlap(a, out)) {
+        if (op_twin(op, &sum->a_twin, a) < 0) {
+            return -1;
         }
-        merge_groups(&a_twin, first, end, a_groups);
-        a_ptr = a_twin.ptr;
+        merge_groups(&sum->a_twin, first, end, a_groups);
+        sum->a_ptr = sum->a_twin.ptr;
     }
-    if (!out_fits) {
-        if (op_twin(&op, &out_twin, out) < 0) {
-            return op_end(&op);
+    if (!merge_groups(out, first, first + kept, out_groups)) {
+        if (op_twin(op, &sum->out_twin, out) < 0) {
+            return -1;
         }
-        merge_groups(&out_twin, first, first + kept, out_groups);
-        out_ptr = out_twin.ptr;
+        merge_groups(&sum->out_twin, first, first + kept, out_groups);
+        sum->out_ptr = sum->out_twin.ptr;
     }
-    SumLayout sum = layout_of(a_groups, out_groups), rest = sum;
-    plan_sum(&sum, a_ptr, (size_t)engine->processors * 8);
-    if (sum.chunks > 1) {
-        partial = op_temporary(&op, sum.outer * sum.chunks * sum.inner * 4);
-        if (partial == 0) {
-            return op_end(&op);
+    SumLayout *all = &sum->all, *rest = &sum->rest;
+    *all = *rest = layout_of(a_groups, out_groups);
+    plan_sum(all, sum->a_ptr, (size_t)op->engine->processors * 8);
+    if (all->chunks > 1) {
+        sum->partial = op_temporary(op, all->outer * all->chunks * all->inner * 4);
+        if (sum->partial == 0) {
+            return -1;
         }
-        rest.reduced = sum.chunks;
-        rest.a_outer = sum.chunks * sum.inner;
-        rest.a_reduced = sum.inner;
-        rest.a_inner = 1;
-        plan_sum(&rest, partial, 0);
-        sum.out_outer = rest.a_outer;
-        sum.out_chunk = rest.a_reduced;
-        sum.out_inner = rest.a_inner;
+        rest->reduced = all->chunks;
+        rest->a_outer = all->chunks * all->inner;
+        rest->a_reduced = all->inner;
+        rest->a_inner = 1;
+        plan_sum(rest, sum->partial, 0);
+        all->out_outer = rest->a_outer;
+        all->out_chunk = rest->a_reduced;
+        all->out_inner = rest->a_inner;
     }
-    op_begin(&op, 0);
-    if (!a_fits) {
-        op_map(&op, MAP_copy, &a_twin, a, NULL, 0, 0);
+    return 0;
+}
+
+void
+op_sum(Op *op, Sum *sum)
+{
+    if (sum->a_twin.ptr != 0) {
+        op_map(op, MAP_copy, &sum->a_twin, sum->a, NULL, 0, 0);
     }
-    if (sum.chunks > 1) {
-        queue_sum(&op, &sum, partial, a_ptr);
-        queue_sum(&op, &rest, out_ptr, partial);
+    if (sum->all.chunks > 1) {
+        queue_sum(op, &sum->all, sum->partial, sum->a_ptr);
+        queue_sum(op, &sum->rest, sum->out_ptr, sum->partial);
     }
     else {
-        queue_sum(&op, &sum, out_ptr, a_ptr);
+        queue_sum(op, &sum->all, sum->out_ptr, sum->a_ptr);
     }
-    if (!out_fits) {
-        op_map(&op, MAP_copy, out, &out_twin, NULL, 0, 0);
+    if (sum->out_twin.ptr != 0) {
+        op_map(op, MAP_copy, sum->out, &sum->out_twin, NULL, 0, 0);
     }
-    return op_end(&op);
 }
 
 static PyObject *
@@ -205,17 +203,48 @@ sum_t(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames
     if (out->size == 0) {
         Py_RETURN_NONE;
     }
-    return run_sum(engine, a, first, end, out, kept);
+    Op op;
+    Sum sum;
+    if (op_init(&op, engine, "sum_t") < 0) {
+        return NULL;
+    }
+    if (sum_plan(&op, &sum, a, first, end, out, kept) == 0) {
+        op_begin(&op, 0);
+        op_sum(&op, &sum);
+    }
+    return op_end(&op);
 }
 
 /* ---- softmax_m ---- */
+
+void
+op_softmax(Op *op, const ArrayObject *m, const ArrayObject *out)
+{
+    enum { SHORT = 256, LONG = 4096 };
+    size_t rows = (size_t)m->shape[0], columns = (size_t)m->shape[1];
+    size_t most = (size_t)op->engine->processors * 32;
+    unsigned int lanes = op_lanes(columns, 32);
+    CUdeviceptr out_ptr = out->ptr, m_ptr = m->ptr;
+    size_t out_row = (size_t)out->strides[0], out_column = (size_t)out->strides[1];
+    size_t m_row = (size_t)m->strides[0], m_column = (size_t)m->strides[1];
+    void *parameters[] = {&out_ptr,    &m_ptr, &rows,     &columns, &out_row,
+                          &out_column, &m_row, &m_column, &lanes};
+    if (m->size > 0 && columns <= SHORT) {
+        size_t blocks = op_parts(rows, BLOCK_THREADS / lanes);
+        op_launch(op, KERNEL_softmax_rows, blocks < most ? blocks : most, BLOCK_THREADS,
+                  0, parameters);
+    }
+    else if (m->size > 0) {
+        op_launch(op, KERNEL_softmax_long_rows, rows < most ? rows : most,
+                  columns < LONG ? BLOCK_THREADS : 4 * BLOCK_THREADS, 0, parameters);
+    }
+}
 
 static PyObject *
 softmax_m(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
     static const char *const names[] = {"m", "out", NULL};
     static const Signature signature = {"softmax_m", names, 2, 2};
-    enum { SHORT = 256, LONG = 4096 };
     PyObject *given[2] = {NULL};
     ArrayObject *m, *out;
     Op op;
@@ -236,23 +265,7 @@ softmax_m(PyObject *self, PyObject *const *args, Py_ssize_t nargs, PyObject *kwn
         return NULL;
     }
     op_begin(&op, 0);
-    size_t rows = (size_t)m->shape[0], columns = (size_t)m->shape[1];
-    size_t most = (size_t)engine->processors * 32;
-    unsigned int lanes = op_lanes(columns, 32);
-    CUdeviceptr out_ptr = out->ptr, m_ptr = m->ptr;
-    size_t out_row = (size_t)out->strides[0], out_column = (size_t)out->strides[1];
-    size_t m_row = (size_t)m->strides[0], m_column = (size_t)m->strides[1];
-    void *parameters[] = {&out_ptr,    &m_ptr, &rows,     &columns, &out_row,
-                          &out_column, &m_row, &m_column, &lanes};
-    if (m->size > 0 && columns <= SHORT) {
-        size_t blocks = op_parts(rows, BLOCK_THREADS / lanes);
-        op_launch(&op, KERNEL_softmax_rows, blocks < most ? blocks : most,
-                  BLOCK_THREADS, 0, parameters);
-    }
-    else if (m->size > 0) {
-        op_launch(&op, KERNEL_softmax_long_rows, rows < most ? rows : most,
-                  columns < LONG ? BLOCK_THREADS : 4 * BLOCK_THREADS, 0, parameters);
-    }
+    op_softmax(&op, m, out);
     return op_end(&op);
 }
 

@@ -8,4 +8,5 @@
 #include "convolution.cu"
 #include "pooling.cu"
 #include "recurrent.cu"
+#include "softmax_ce.cu"
 #include "unpack.cu"

@@ -16,6 +16,7 @@
     X(divide) \
     X(el) \
     X(el_deriv) \
+    X(el_of_sum) \
     X(fill) \
     X(fill_if) \
     X(log) \
@@ -27,13 +28,16 @@
     X(power) \
     X(rel) \
     X(rel_deriv) \
+    X(rel_of_sum) \
     X(sigmoid) \
     X(sigmoid_deriv) \
+    X(sigmoid_of_sum) \
     X(sign) \
     X(sqrt) \
     X(subtract) \
     X(tanh) \
     X(tanh_deriv) \
+    X(tanh_of_sum) \
     X(accumulate)
 
 /* The kernels that MAPS stands for. */
@@ -48,6 +52,7 @@
     X(divide_flat) X(divide_strided) \
     X(el_flat) X(el_strided) \
     X(el_deriv_flat) X(el_deriv_strided) \
+    X(el_of_sum_flat) X(el_of_sum_strided) \
     X(fill_flat) X(fill_strided) \
     X(fill_if_flat) X(fill_if_strided) \
     X(log_flat) X(log_strided) \
@@ -59,13 +64,16 @@
     X(power_flat) X(power_strided) \
     X(rel_flat) X(rel_strided) \
     X(rel_deriv_flat) X(rel_deriv_strided) \
+    X(rel_of_sum_flat) X(rel_of_sum_strided) \
     X(sigmoid_flat) X(sigmoid_strided) \
     X(sigmoid_deriv_flat) X(sigmoid_deriv_strided) \
+    X(sigmoid_of_sum_flat) X(sigmoid_of_sum_strided) \
     X(sign_flat) X(sign_strided) \
     X(sqrt_flat) X(sqrt_strided) \
     X(subtract_flat) X(subtract_strided) \
     X(tanh_flat) X(tanh_strided) \
     X(tanh_deriv_flat) X(tanh_deriv_strided) \
+    X(tanh_of_sum_flat) X(tanh_of_sum_strided) \
     X(accumulate_flat) X(accumulate_strided)
 
 /* The others, by the file that they are in. */
@@ -90,6 +98,7 @@
     X(recurrent_forward_step) X(recurrent_backward_step) \
     X(lstm_forward_step) X(lstm_backward_step) \
     X(recurrent_sum_rows) X(lstm_sum_rows) X(recurrent_add_sums)
+#define SOFTMAX_CE_KERNELS(X) X(softmax_ce_losses) X(softmax_ce_deltas)
 #define UNPACK_KERNELS(X) X(unpack)
 
 #define KERNELS(X) \
@@ -100,6 +109,7 @@
     CONVOLUTION_KERNELS(X) \
     POOLING_KERNELS(X) \
     RECURRENT_KERNELS(X) \
+    SOFTMAX_CE_KERNELS(X) \
     UNPACK_KERNELS(X)
 
 #endif

@@ -6,17 +6,9 @@
 #ifndef BRAINSTORM_DBUF_RECURRENT_KERNELS_H
 #define BRAINSTORM_DBUF_RECURRENT_KERNELS_H
 
+#include "activations.h"
+
 #include <stddef.h>
-
-/* Names as in brainstorm's act_func. */
-#define ACTIVATIONS(X) X(tanh) X(sigmoid) X(rel) X(el) X(linear)
-
-typedef enum {
-#define X(name) ACTIVATION_##name,
-    ACTIVATIONS(X)
-#undef X
-    ACTIVATION_COUNT
-} Activation;
 
 /* Rows of floats at a distance of `pitch` elements. */
 typedef struct {
