@@ -74,6 +74,9 @@ GPU_ENV = PATH=$(call GPU_PATHS,scripts):$$PATH PYTHONUNBUFFERED=1 \
 	LD_LIBRARY_PATH=$(call GPU_PATHS,data)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} \
 	PYTHONPATH=$(CURDIR):$(call GPU_PATHS,purelib)
 GPU_TESTS ?= tests
+# At a time, in processes of their own; pytest-benchmark warns where it finds several.
+GPU_JOBS ?= 8
+GPU_PYTEST = -m pytest -p no:benchmark
 # CudaHandler's operations, each of its kernels among them.
 KERNEL_TESTS ?= tests/test_cuda_handler_ops.py tests/test_cuda_handler_reduce.py \
 	tests/test_cuda_handler_convolution.py tests/test_cuda_handler_recurrent.py \
@@ -95,9 +98,14 @@ gpu-demo: gpu-build
 	$(GPU_ENV) $(PYTHON) examples/digits.py --handler cuda
 	$(GPU_ENV) $(PYTHON) examples/digits.py --handler pycuda
 
+# PyCUDA's cache of compiled kernels is filled first, by one process: it is not made for
+# several.
 gpu-test: gpu-build
-	$(GPU_ENV) $(PYTHON) -m pytest $(GPU_TESTS)
-	$(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real $(PYTHON) -m pytest $(GPU_TESTS)
+	$(GPU_ENV) $(PYTHON) $(GPU_PYTEST) -n $(GPU_JOBS) $(GPU_TESTS)
+	$(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real $(PYTHON) $(GPU_PYTEST) -q \
+		tests/test_parity.py -k "pycuda and mlp"
+	$(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real $(PYTHON) $(GPU_PYTEST) \
+		-n $(GPU_JOBS) $(GPU_TESTS)
 
 # Errors that the driver reports to its caller, as some tests want, are not the checker's.
 # Nor does it trace the host: it would hold on to Python's frames, with all that is in
