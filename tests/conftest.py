@@ -63,6 +63,8 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=NEEDS_REAL))
         if UNDER_ASAN and item.get_closest_marker("stray_write"):
             item.add_marker(pytest.mark.skip(reason=NEEDS_NO_SANITIZER))
+    # The longest first, lest one process run them while the others have nothing left.
+    items.sort(key=lambda item: item.path.name != "test_sanitize.py")
 
 
 HAS_FAILED = pytest.StashKey[bool]()
