@@ -13,7 +13,8 @@
 #   make gpu-soak   random trainings, and some under each tool of compute-sanitizer
 #   make gpu-bench  the benchmarks
 #   make gpu-two    the tests and the benchmark of two GPUs in one machine
-# What that machine lacks lies as wheels in $(WHEELS).
+# What that machine lacks lies as wheels in $(WHEELS):
+#   make gpu-wheels the same set-up, then those wheels, for the Python of the GPU machine
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,7 +23,7 @@ BIN = $(VENV)/bin
 # The package is installed in place: only what is compiled asks for another install.
 SOURCES = setup.py pyproject.toml build_backend/with_nvcc.py $(wildcard src/*/*)
 
-.PHONY: demo test sanitize analyze docs soak bench wheel gpu-build gpu-demo gpu-test gpu-memcheck gpu-soak gpu-bench gpu-two clean
+.PHONY: demo test sanitize analyze docs soak bench wheel gpu-build gpu-demo gpu-test gpu-memcheck gpu-soak gpu-bench gpu-two gpu-wheels clean
 
 demo: $(VENV)/installed
 	$(BIN)/python examples/digits.py --timeline feed.png
@@ -93,6 +94,24 @@ gpu-build:
 	test -z "$(wildcard $(WHEELS)/*.whl)" || $(PYTHON) -m pip install --quiet \
 		--no-index --no-deps --no-warn-script-location --ignore-installed \
 		--prefix $(GPU_SITE) $(wildcard $(WHEELS)/*.whl)
+
+# PyCUDA is built here, by a CUDA toolkit's headers and against libraries that are there
+# to be linked alone.
+GPU_PYTHON ?= python3.12
+CUDA_HOME ?= /usr/local/cuda
+FOR_PYCUDA = $(CURDIR)/build/for-pycuda
+
+gpu-wheels: $(VENV)/installed
+	$(BIN)/python -m brainstorm_dbuf.install_brainstorm --no-deps --wheel-dir $(WHEELS)
+	$(GPU_PYTHON) -m venv $(FOR_PYCUDA)
+	$(FOR_PYCUDA)/bin/pip install --quiet nvidia-curand
+	cd $(FOR_PYCUDA) && ln -sf $$(find . -name 'libcurand.so.*') libcurand.so && \
+		ln -sf $$(dirname $$(find . -name curand.h)) curand && \
+		echo | gcc -shared -Wl,-soname,libcuda.so.1 -o libcuda.so -x c -
+	PATH=$(CUDA_HOME)/bin:$$PATH CUDA_ROOT=$(CUDA_HOME) LIBRARY_PATH=$(FOR_PYCUDA) \
+		CPATH=$(CUDA_HOME)/include:$(FOR_PYCUDA)/curand $(FOR_PYCUDA)/bin/pip wheel \
+		--quiet --no-deps --wheel-dir $(WHEELS) pycuda==2026.1 scikit-cuda==0.5.3 \
+		pytools siphash24 mako markupsafe platformdirs typing_extensions mpi4py mpich nvtx
 
 gpu-demo: gpu-build
 	$(GPU_ENV) $(PYTHON) examples/digits.py --handler cuda
