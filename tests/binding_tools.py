@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -16,6 +17,8 @@ from brainstorm_dbuf import _cuda
 from conftest import live_objects
 
 MIB = 1 << 20
+# How much longer programs may take under a sanitizer (tests/sanitize.py).
+SLOWER = 8 if "FAKE_CUDA_SANITIZE" in os.environ else 1
 
 # Garbage is collected around each test: leave out what the imports have made.
 gc.collect()
@@ -137,7 +140,7 @@ def run_script(script, *args, env=None, timeout=30):
     return subprocess.run(
         [sys.executable, "-X", "dev", "-W", "error", "-c", script, *args],
         env=env,
-        timeout=timeout,
+        timeout=timeout * SLOWER,
         capture_output=True,
         text=True,
     )

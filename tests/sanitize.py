@@ -65,8 +65,15 @@ DESELECTED = {
     "address": [
         "test_fake_cuda.py::test_a_kernel_with_a_mistake_ends_the_process_and_is_named"
     ],
-    # It says which way minibatches go, and at a tenth of the speed another way pays.
-    "thread": ["test_held_memory.py::test_data_of_minibatches_are_page_locked_once"],
+    "thread": [
+        # It says which way minibatches go, and at a tenth of the speed another way pays.
+        "test_held_memory.py::test_data_of_minibatches_are_page_locked_once",
+        # The sanitizer has a thread of its own.
+        "test_stage.py::test_threads_are_made_once_and_a_small_copy_makes_none",
+        "test_stage.py::test_the_environment_sets_the_number_of_threads",
+        # It is.
+        "test_fake_cuda.py::test_products_are_not_too_slow",
+    ],
 }
 # Where the interpreter or the C library do what the thread sanitizer cannot see.
 SUPPRESSIONS = HERE / "tsan.supp"

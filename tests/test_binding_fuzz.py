@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from binding_tools import Interface
+from binding_tools import SLOWER, Interface
 from layouts import EXAMPLES
 
 from brainstorm_dbuf import _cuda
@@ -25,7 +25,7 @@ def run_fuzzer(*arguments):
         [sys.executable, "-X", "faulthandler", FUZZER, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=55 * SLOWER,
     )
 
 
