@@ -16,11 +16,10 @@ typedef struct {
     const char *operation; /* of the pass, for errors */
     Activation activation;
     const ArrayObject *input, *output; /* borrowed: x and y as given */
-    ArrayObject x, y, dx, dy; /* as matrices: a row for each step and sequence */
-    ArrayObject W, bias;      /* bias as a matrix of one row */
-    ArrayObject dW, dbias;    /* dbias as a vector */
-    int is_suited;            /* so far */
-    PyObject *lists[2];       /* owned tuples: keep the arrays without the GIL */
+    ArrayObject x, y, dx, dy;       /* as matrices: a row for each step and sequence */
+    ArrayObject W, bias, dW, dbias; /* bias and dbias as matrices of one row */
+    int is_suited;                  /* so far */
+    PyObject *lists[2];             /* owned tuples: keep the arrays without the GIL */
     int list_count;
 } Dense;
 
