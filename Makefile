@@ -74,6 +74,7 @@ GPU_PATHS = $(shell $(PYTHON) -c "import sysconfig; \
 GPU_ENV = PATH=$(call GPU_PATHS,scripts):$$PATH PYTHONUNBUFFERED=1 \
 	LD_LIBRARY_PATH=$(call GPU_PATHS,data)/lib$${LD_LIBRARY_PATH:+:$$LD_LIBRARY_PATH} \
 	PYTHONPATH=$(CURDIR):$(call GPU_PATHS,purelib)
+ON_GPU = $(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real
 GPU_TESTS ?= tests
 # At a time, in processes of their own; pytest-benchmark warns where it finds several.
 GPU_JOBS ?= 8
@@ -106,7 +107,7 @@ gpu-wheels: $(VENV)/installed
 	$(GPU_PYTHON) -m venv $(FOR_PYCUDA)
 	$(FOR_PYCUDA)/bin/pip install --quiet nvidia-curand
 	cd $(FOR_PYCUDA) && ln -sf $$(find . -name 'libcurand.so.*') libcurand.so && \
-		ln -sf $$(dirname $$(find . -name curand.h)) curand && \
+		ln -sfn $$(dirname $$(find . -name curand.h)) curand && \
 		echo | gcc -shared -Wl,-soname,libcuda.so.1 -o libcuda.so -x c -
 	PATH=$(CUDA_HOME)/bin:$$PATH CUDA_ROOT=$(CUDA_HOME) LIBRARY_PATH=$(FOR_PYCUDA) \
 		CPATH=$(CUDA_HOME)/include:$(FOR_PYCUDA)/curand $(FOR_PYCUDA)/bin/pip wheel \
@@ -121,22 +122,21 @@ gpu-demo: gpu-build
 # several.
 gpu-test: gpu-build
 	$(GPU_ENV) $(PYTHON) $(GPU_PYTEST) -n $(GPU_JOBS) $(GPU_TESTS)
-	$(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real $(PYTHON) $(GPU_PYTEST) -q \
+	$(ON_GPU) $(PYTHON) $(GPU_PYTEST) -q \
 		tests/test_parity.py -k "pycuda and mlp"
-	$(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real $(PYTHON) $(GPU_PYTEST) \
+	$(ON_GPU) $(PYTHON) $(GPU_PYTEST) \
 		-n $(GPU_JOBS) $(GPU_TESTS)
 
 # Errors that the driver reports to its caller, as some tests want, are not the checker's.
 # Nor does it trace the host: it would hold on to Python's frames, with all that is in
 # them, and the tests that look for what is left would find it.
-SANITIZE = $(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real BRAINSTORM_DBUF_TEST_EXAMPLES=5 \
-	compute-sanitizer --error-exitcode 9 --require-cuda-init=no --show-backtrace device
+SANITIZE = $(ON_GPU) BRAINSTORM_DBUF_TEST_EXAMPLES=5 compute-sanitizer --tool $(1) \
+	--error-exitcode 9 --require-cuda-init=no --show-backtrace device \
+	$(if $(filter memcheck,$(1)),--report-api-errors no)
 
 gpu-memcheck: gpu-build
-	$(SANITIZE) --tool memcheck --report-api-errors no \
-		$(PYTHON) -m pytest -p no:cacheprovider --timeout 300 $(MEMCHECK_TESTS)
-	$(SANITIZE) --tool racecheck \
-		$(PYTHON) -m pytest -p no:cacheprovider --timeout 300 $(KERNEL_TESTS)
+	$(call SANITIZE,memcheck) $(PYTHON) -m pytest -p no:cacheprovider --timeout 300 $(MEMCHECK_TESTS)
+	$(call SANITIZE,racecheck) $(PYTHON) -m pytest -p no:cacheprovider --timeout 300 $(KERNEL_TESTS)
 
 # With -j5 all of them at once: each leaves most of the device to the others.
 GPU_SOAKS = gpu-soak-cuda gpu-soak-pycuda
@@ -147,12 +147,11 @@ SOAK_MINUTES ?= 8
 gpu-soak: $(GPU_SOAKS) $(SANITIZED_SOAKS)
 
 $(GPU_SOAKS): gpu-soak-%: gpu-build
-	$(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real $(PYTHON) tests/soak.py \
+	$(ON_GPU) $(PYTHON) tests/soak.py \
 		--handler $* --minutes $(SOAK_MINUTES) --plot build/soak-$*.png
 
 $(SANITIZED_SOAKS): gpu-soak-%: gpu-build
-	$(SANITIZE) --tool $* $(if $(filter memcheck,$*),--report-api-errors no) \
-		$(PYTHON) tests/soak.py --handler cuda --minutes $(SOAK_MINUTES)
+	$(call SANITIZE,$*) $(PYTHON) tests/soak.py --handler cuda --minutes $(SOAK_MINUTES)
 
 gpu-bench: gpu-build
 	status=0; for bench in driver_calls.py small_batches.py large_batches.py \
@@ -161,7 +160,7 @@ gpu-bench: gpu-build
 		$(GPU_ENV) $(PYTHON) bench/$$bench || status=1; done; exit $$status
 
 gpu-two: gpu-build
-	$(GPU_ENV) BRAINSTORM_DBUF_TEST_DRIVER=real $(PYTHON) -m pytest \
+	$(ON_GPU) $(PYTHON) -m pytest \
 		tests/test_two_devices.py tests/test_data_parallel.py
 	$(GPU_ENV) $(PYTHON) bench/two_devices.py --json build/two_devices.json
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from operator import attrgetter
 from types import MethodType, ModuleType
 from typing import Any
 
@@ -26,107 +27,59 @@ Pass = Callable[..., None]
 ACTIVATIONS = frozenset({"tanh", "sigmoid", "rel", "el", "linear"})
 
 
-# Passes carry the names of the methods they stand for, so that copies and pickles of a
-# layer find their own.
+def _has_run(layer: Any, operation: str, views: tuple[Any, ...]) -> bool:
+    """Run a pass by the handler's operation; return whether it could."""
+    run = getattr(layer.handler, operation)
+    if not hasattr(layer, "activation"):
+        return run(*views)
+    return layer.activation in ACTIVATIONS and run(layer.activation, *views)
 
 
-def _recurrent(operations: str) -> dict[str, Pass]:
-    """Return the passes that a handler's `<operations>_forward` and `_backward` make."""
+def _passes(operations: str, forward: str, backward: str) -> dict[str, Pass]:
+    """Return the passes that a handler's `<operations>_forward` and `_backward` make.
+
+    They take the layer's activation, if it has one, and its views at the paths in
+    ``forward`` and ``backward``. They carry the names of the methods they stand for, so
+    that copies and pickles of a layer find their own.
+    """
+    forward_views = attrgetter(*forward.split())
+    backward_views = attrgetter(*backward.split())
 
     def forward_pass(self: Any, buffers: Any, training_pass: bool = True) -> None:
-        run = getattr(self.handler, operations + "_forward")
-        if self.activation not in ACTIVATIONS or not run(
-            self.activation,
-            buffers.inputs.default,
-            buffers.outputs.default,
-            buffers.parameters,
-            buffers.internals,
-        ):
+        if not _has_run(self, operations + "_forward", forward_views(buffers)):
             type(self).forward_pass(self, buffers, training_pass)
 
     def backward_pass(self: Any, buffers: Any) -> None:
-        run = getattr(self.handler, operations + "_backward")
-        if self.activation not in ACTIVATIONS or not run(
-            self.activation,
-            buffers.inputs.default,
-            buffers.outputs.default,
-            buffers.input_deltas.default,
-            buffers.output_deltas.default,
-            buffers.parameters,
-            buffers.gradients,
-            buffers.internals,
-        ):
+        if not _has_run(self, operations + "_backward", backward_views(buffers)):
             type(self).backward_pass(self, buffers)
 
     return {"forward_pass": forward_pass, "backward_pass": backward_pass}
 
 
-def _fully_connected() -> dict[str, Pass]:
-    def forward_pass(self: Any, buffers: Any, training_pass: bool = True) -> None:
-        if (
-            self.activation not in ACTIVATIONS
-            or not self.handler.fully_connected_forward(
-                self.activation,
-                buffers.inputs.default,
-                buffers.outputs.default,
-                buffers.parameters,
-            )
-        ):
-            type(self).forward_pass(self, buffers, training_pass)
-
-    def backward_pass(self: Any, buffers: Any) -> None:
-        if (
-            self.activation not in ACTIVATIONS
-            or not self.handler.fully_connected_backward(
-                self.activation,
-                buffers.inputs.default,
-                buffers.outputs.default,
-                buffers.input_deltas.default,
-                buffers.output_deltas.default,
-                buffers.parameters,
-                buffers.gradients,
-            )
-        ):
-            type(self).backward_pass(self, buffers)
-
-    return {"forward_pass": forward_pass, "backward_pass": backward_pass}
-
-
-def _softmax_ce() -> dict[str, Pass]:
-    def forward_pass(self: Any, buffers: Any, training_pass: bool = True) -> None:
-        if not self.handler.softmax_ce_forward(
-            buffers.inputs.default,
-            buffers.inputs.targets,
-            buffers.outputs.predictions,
-            buffers.outputs.loss,
-        ):
-            type(self).forward_pass(self, buffers, training_pass)
-
-    def backward_pass(self: Any, buffers: Any) -> None:
-        if not self.handler.softmax_ce_backward(
-            buffers.outputs.predictions,
-            buffers.inputs.targets,
-            buffers.input_deltas.default,
-            buffers.output_deltas.loss,
-            buffers.internals.t_bin,
-        ):
-            type(self).backward_pass(self, buffers)
-
-    return {"forward_pass": forward_pass, "backward_pass": backward_pass}
-
-
-_LSTM, _RECURRENT = _recurrent("lstm"), _recurrent("recurrent")
+_X_Y = "inputs.default outputs.default "
+_ALL = _X_Y + "input_deltas.default output_deltas.default parameters gradients"
+_LSTM, _RECURRENT = (
+    _passes(operations, _X_Y + "parameters internals", _ALL + " internals")
+    for operations in ("lstm", "recurrent")
+)
+_FULLY_CONNECTED = _passes("fully_connected", _X_Y + "parameters", _ALL)
+_SOFTMAX_CE = _passes(
+    "softmax_ce",
+    "inputs.default inputs.targets outputs.predictions outputs.loss",
+    "outputs.predictions inputs.targets input_deltas.default output_deltas.loss "
+    "internals.t_bin",
+)
 
 # By module and name, since brainstorm need not be imported here.
 PASSES = {
     ("brainstorm.layers.clockwork_layer", "ClockworkLayerImpl"): _RECURRENT,
     ("brainstorm.layers.clockwork_lstm_layer", "ClockworkLstmLayerImpl"): _LSTM,
     ("brainstorm.layers.fully_connected_layer", "FullyConnectedLayerImpl"): (
-        _fully_connected()
+        _FULLY_CONNECTED
     ),
     ("brainstorm.layers.lstm_layer", "LstmLayerImpl"): _LSTM,
     ("brainstorm.layers.recurrent_layer", "RecurrentLayerImpl"): _RECURRENT,
-    ("brainstorm.layers.softmax_ce_layer", "SoftmaxCELayerImpl"): _softmax_ce(),
+    ("brainstorm.layers.softmax_ce_layer", "SoftmaxCELayerImpl"): _SOFTMAX_CE,
 }
 
 

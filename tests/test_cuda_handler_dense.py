@@ -13,11 +13,10 @@ import pytest
 
 import brainstorm_dbuf as dbuf
 import brainstorm as bs
-from brainstorm.handlers import NumpyHandler
 from brainstorm.layers.fully_connected_layer import FullyConnectedLayerImpl
 from conftest import KIND
 from networks import NETWORKS, minibatches
-from parity import SEED, train
+from parity import SEED, Oracle, train
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nothing_left")]
 
@@ -32,21 +31,6 @@ OPERATIONS = (
 
 def not_fused():
     return dbuf.CudaHandler(seed=1, fused=False)
-
-
-class Oracle(NumpyHandler):
-    """NumpyHandler with the activation that CudaHandler has beyond it."""
-
-    def __init__(self):
-        super().__init__(np.float32, seed=SEED)
-        self.inplace_act_func["el"] = self.el
-        self.inplace_act_func_deriv["el"] = self.el_deriv
-
-    def el(self, y):
-        y[:] = np.where(y > 0, y, np.expm1(y))
-
-    def el_deriv(self, y, dy):
-        dy[:] = dy * np.where(y > 0, 1, y + 1)
 
 
 # ----------------------------------------------------------------------------- networks
@@ -71,7 +55,7 @@ def dense_beside(size=5, features=(7,), activation="rel"):
     return bs.Network.from_layer(inp)
 
 
-def classes(count=4, axes=()):
+def classes(count=4, axes=(), is_beside=False):
     inp = bs.layers.Input(
         out_shapes={
             "default": ("T", "B", *axes, count),
@@ -82,26 +66,17 @@ def classes(count=4, axes=()):
     inp - "default" >> "default" - layer
     inp - "targets" >> "targets" - layer
     layer - "loss" >> bs.layers.Loss()
+    if is_beside:
+        out = bs.layers.FullyConnected(3, name="Out")
+        layer - "predictions" >> out
+        inp - "default" >> out
+        out >> bs.layers.Loss(name="Other")
     return bs.Network.from_layer(inp)
 
 
-def classes_beside(count=4, axes=()):
+def classes_beside():
     """Another layer takes input and predictions side by side: slices of one hub."""
-    inp = bs.layers.Input(
-        out_shapes={
-            "default": ("T", "B", *axes, count),
-            "targets": ("T", "B", *axes, 1),
-        }
-    )
-    layer = bs.layers.SoftmaxCE(name="Layer")
-    out = bs.layers.FullyConnected(3, name="Out")
-    inp - "default" >> "default" - layer
-    inp - "targets" >> "targets" - layer
-    layer - "predictions" >> out
-    inp - "default" >> out
-    layer - "loss" >> bs.layers.Loss()
-    out >> bs.layers.Loss(name="Other")
-    return bs.Network.from_layer(inp)
+    return classes(is_beside=True)
 
 
 def filled(net, handler, steps, batch):

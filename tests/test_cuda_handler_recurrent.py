@@ -20,7 +20,7 @@ from brainstorm.handlers import NumpyHandler
 from brainstorm.layers.lstm_layer import LstmLayerImpl
 from brainstorm_dbuf import fused_layers
 from networks import minibatches
-from parity import SEED, train
+from parity import SEED, Oracle, train
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("nothing_left")]
 
@@ -32,21 +32,6 @@ LAYERS = {
 }
 PASSES = ("forward_pass", "backward_pass")
 ACTIVATIONS = ["tanh", "sigmoid", "rel", "linear", "el"]
-
-
-class Oracle(NumpyHandler):
-    """NumpyHandler with the activation that CudaHandler has beyond it."""
-
-    def __init__(self):
-        super().__init__(np.float32, seed=SEED)
-        self.act_func["el"] = self.el
-        self.act_func_deriv["el"] = self.el_deriv
-
-    def el(self, x, y):
-        y[:] = np.where(x > 0, x, np.expm1(x))
-
-    def el_deriv(self, x, y, dy, dx):
-        dx[:] = dy * np.where(y > 0, 1, y + 1)
 
 
 # ----------------------------------------------------------------------------- networks

@@ -5,39 +5,53 @@
  * As in fully_connected.c, a pass answers whether it has run. */
 #include "reduce.h"
 
-typedef struct {
-    EngineObject *engine;       /* borrowed */
-    const char *operation;      /* of the pass, for errors */
-    const ArrayObject *classes; /* borrowed: the first array, (T, B, ..., classes) */
-    int is_suited;              /* so far */
-} Views;
+enum { VIEWS_MOST = 5 };
 
-/* Read an array of the first one's shape, or with a single column instead of the
- * classes, as a matrix. Return 0, or -1 with an error set. */
+/* Read the arrays of a pass as matrices: the first (T, B, ..., classes), of the others
+ * every other one alike, and those between with a single column. Begin the pass. Return
+ * 1; 0 where the arrays do not suit; -1 with an error set. */
 static int
-views_read(Views *self, const char *name, PyObject *object, int is_column,
-           ArrayObject *matrix)
+pass_begin(Op *op, ArrayObject *matrices, const Signature *signature, PyObject *core,
+           PyObject *const *args, Py_ssize_t nargs, PyObject *kwnames)
 {
-    ArrayObject *array = array_argument(self->engine, self->operation, name, object);
-    if (array == NULL) {
+    const char *const operation = signature->function;
+    PyObject *given[VIEWS_MOST] = {NULL};
+    Py_ssize_t shape[MAX_DIMS];
+    Py_ssize_t classes = 0;
+    int last = 0, is_suited = 1;
+    EngineObject *engine = core_engine(core);
+    if (engine == NULL || unpack(signature, args, nargs, kwnames, given) < 0) {
         return -1;
     }
-    if (self->classes == NULL) {
-        if (array->ndim < 3) {
-            raise_shape(self->operation, name, array, "(T, B, ..., classes)");
+    for (int i = 0; signature->names[i] != NULL; i++) {
+        const char *const name = signature->names[i];
+        ArrayObject *array = array_argument(engine, operation, name, given[i]);
+        if (array == NULL) {
             return -1;
         }
-        self->classes = array;
+        if (i == 0) {
+            if (array->ndim < 3) {
+                raise_shape(operation, name, array, "(T, B, ..., classes)");
+                return -1;
+            }
+            memcpy(shape, array->shape, sizeof(shape));
+            last = array->ndim - 1;
+            classes = shape[last];
+        }
+        shape[last] = i % 2 ? 1 : classes;
+        if (check_shape(operation, name, array, last + 1, shape) < 0) {
+            return -1;
+        }
+        is_suited &= axes_matrix(array, last, &matrices[i]);
     }
-    Py_ssize_t shape[MAX_DIMS];
-    const int last = self->classes->ndim - 1;
-    memcpy(shape, self->classes->shape, sizeof(shape));
-    shape[last] = is_column ? 1 : shape[last];
-    if (check_shape(self->operation, name, array, last + 1, shape) < 0) {
+    if (!is_suited) {
+        return 0;
+    }
+    if (op_init(op, engine, operation) < 0) {
         return -1;
     }
-    self->is_suited &= axes_matrix(array, last, matrix);
-    return 0;
+    op_begin(op, 0);
+    return 1;
 }
 
 /* The distances from row to row. */
@@ -89,28 +103,14 @@ softmax_ce_forward(PyObject *core, PyObject *const *args, Py_ssize_t nargs,
 {
     static const char *const names[] = {"x", "targets", "predictions", "loss", NULL};
     static const Signature signature = {"softmax_ce_forward", names, 4, 4};
-    PyObject *given[4] = {NULL};
-    ArrayObject matrices[4];
+    ArrayObject views[VIEWS_MOST];
     Op op;
-    EngineObject *engine = core_engine(core);
-    if (engine == NULL || unpack(&signature, args, nargs, kwnames, given) < 0) {
-        return NULL;
+    int begun = pass_begin(&op, views, &signature, core, args, nargs, kwnames);
+    if (begun <= 0) {
+        return begun < 0 ? NULL : Py_NewRef(Py_False);
     }
-    Views self = {.engine = engine, .operation = signature.function, .is_suited = 1};
-    for (int i = 0; i < 4; i++) {
-        if (views_read(&self, names[i], given[i], i % 2, &matrices[i]) < 0) {
-            return NULL;
-        }
-    }
-    if (!self.is_suited) {
-        Py_RETURN_FALSE;
-    }
-    if (op_init(&op, engine, self.operation) < 0) {
-        return NULL;
-    }
-    op_begin(&op, 0);
-    op_softmax(&op, &matrices[0], &matrices[2]);
-    queue_losses(&op, &matrices[3], &matrices[2], &matrices[1]);
+    op_softmax(&op, &views[0], &views[2]);
+    queue_losses(&op, &views[3], &views[2], &views[1]);
     return op_end_true(&op);
 }
 
@@ -121,32 +121,17 @@ softmax_ce_backward(PyObject *core, PyObject *const *args, Py_ssize_t nargs,
     static const char *const names[] = {"predictions", "targets", "dx",
                                         "dloss",       "t_bin",   NULL};
     static const Signature signature = {"softmax_ce_backward", names, 5, 5};
-    PyObject *given[5] = {NULL};
-    ArrayObject matrices[5];
+    ArrayObject views[VIEWS_MOST];
     Op op;
-    EngineObject *engine = core_engine(core);
-    if (engine == NULL || unpack(&signature, args, nargs, kwnames, given) < 0) {
-        return NULL;
+    int begun = pass_begin(&op, views, &signature, core, args, nargs, kwnames);
+    if (begun <= 0) {
+        return begun < 0 ? NULL : Py_NewRef(Py_False);
     }
-    Views self = {.engine = engine, .operation = signature.function, .is_suited = 1};
-    for (int i = 0; i < 5; i++) {
-        if (views_read(&self, names[i], given[i], i % 2, &matrices[i]) < 0) {
-            return NULL;
-        }
-    }
-    if (!self.is_suited) {
-        Py_RETURN_FALSE;
-    }
-    if (op_init(&op, engine, self.operation) < 0) {
-        return NULL;
-    }
-    op_begin(&op, 0);
-    queue_deltas(&op, &matrices[2], &matrices[4], &matrices[0], &matrices[1],
-                 &matrices[3]);
+    queue_deltas(&op, &views[2], &views[4], &views[0], &views[1], &views[3]);
     return op_end_true(&op);
 }
 
-#define VIEWS \
+#define VIEWS_TEXT \
     "Arrays have the shape (T, B, ..., classes), targets, loss and its deltas\n" \
     "(T, B, ..., 1). Returns whether it was done: False, and nothing is changed,\n" \
     "where they have no elements or are not laid out as by brainstorm. Raises\n" \
@@ -160,12 +145,12 @@ PyMethodDef softmax_ce_operations[] = {
                "--\n\n"
                "Run the backward pass of a SoftmaxCE layer on its views.\n\n"
                "Sets t_bin to (predictions - one-hot targets) * dloss, and adds it\n"
-               "to dx.\n" VIEWS)},
+               "to dx.\n" VIEWS_TEXT)},
     {"softmax_ce_forward", FASTCALL(softmax_ce_forward),
      PyDoc_STR("softmax_ce_forward($self, x, targets, predictions, loss)\n--\n\n"
                "Run the forward pass of a SoftmaxCE layer on its views.\n\n"
                "Sets predictions to the softmax of each row of x, and loss to the\n"
                "negative logarithm of what is predicted for its target, which counts\n"
-               "as 1e-6 at the least.\n" VIEWS)},
+               "as 1e-6 at the least.\n" VIEWS_TEXT)},
     {NULL, NULL, 0, NULL},
 };
