@@ -22,8 +22,8 @@ SEED = 20151017
 class Oracle(NumpyHandler):
     """NumpyHandler with the activation that CudaHandler has beyond it."""
 
-    def __init__(self):
-        super().__init__(np.float32, seed=SEED)
+    def __init__(self, dtype=np.float32):
+        super().__init__(dtype, seed=SEED)
         self.act_func["el"] = self.el
         self.act_func_deriv["el"] = self.el_deriv
         self.inplace_act_func["el"] = lambda x: self.el(x, x)
